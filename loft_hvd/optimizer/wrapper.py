@@ -55,6 +55,10 @@ _NOT_BEGUN = (
     "world, so that one that joins can take part; give this optimizer to a "
     "loft.elastic.State, and use it inside the function that hvd.elastic.run calls"
 )
+_CLOSED = (
+    "this optimizer is closed: it no longer reduces gradients; step with the one that has its "
+    "parameters now"
+)
 
 
 class OptimizerProxy(_Optimizer):
@@ -468,6 +472,22 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
                 f"optimizer.{method}() was called after loss.backward() but before "
                 "optimizer.step(): gradients are on their way; call it between steps"
             )
+
+    def close(self) -> None:
+        """Let the parameters go to another optimizer, on every rank alike, between two steps.
+
+        One that nothing refers to any more does so by itself. The state stays readable.
+
+        Raises:
+            UsageError: gradients are on their way; later, in ``step``: it is closed.
+        """
+        if self._world.is_in_flight:
+            raise UsageError(
+                "optimizer.close() was called after loss.backward() but before optimizer.step(): "
+                "gradients are on their way; call it between steps"
+            )
+        self._world.detach()
+        self._world = IdleWorld(self._options.find_transport(), error=_CLOSED)
 
     @property
     def backward_passes_per_step(self) -> int:

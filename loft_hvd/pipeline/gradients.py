@@ -133,6 +133,10 @@ class Gradients:
         for parameter in self._parameters:
             _holders()[id(parameter)].discard(self)
 
+    def is_shared(self, index: int) -> bool:
+        """Say whether another optimizer reduces a parameter's gradient, too."""
+        return len(_holders()[id(self._parameters[index])]) > 1
+
     def take(self, slot: Slot, values: Tensor, *, scale: float | Blend) -> None:
         """Move a gradient that is complete into its bucket, times ``scale``, where it can live.
 
@@ -142,7 +146,7 @@ class Gradients:
         several optimizers have the parameter, each packs its gradient later.
         """
         parameter = self._parameters[slot.parameter]
-        if len(_holders()[id(parameter)]) > 1:
+        if self.is_shared(slot.parameter):
             return
         grad = parameter.grad
         if grad is not None and grad.layout == torch.strided and _can_live_in(parameter, values):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.errors import UsageError
 from loft_hvd.pipeline.audit import Audit
 from loft_hvd.pipeline.buckets import (
     Bucket,
@@ -158,18 +159,27 @@ class GradientReducer:
             handles.append(parameter.register_hook(weigh))
         return handles
 
-    def _begin_pass(self, number: int) -> None:
-        if self._passes.begin(number):
-            self._blocked_s = 0.0
+    def _begin_pass(self, index: int) -> None:
+        try:
+            if self._passes.begin(self._counts[index]):
+                self._blocked_s = 0.0
+        except UsageError as error:
+            if not self._gradients.is_shared(index):
+                raise
+            raise UsageError(
+                f"parameter {self._specs[index].name!r} is in two optimizers, and one of them has "
+                "not taken its step since loss.backward() was last called: an optimizer that is no "
+                "longer used goes on reducing while something refers to it; call its close()"
+            ) from error
 
     def _weigh_pass(self, index: int, grad: Tensor) -> Tensor | None:
         # As Horovod counts: one without a part in the passes before is taken for the first.
         number = self._counts[index]
-        self._begin_pass(number)
+        self._begin_pass(index)
         return self._passes.weigh(number, grad, is_mean=isinstance(self._spec_rules[index], Mean))
 
     def _arrived(self, index: int) -> None:
-        self._begin_pass(self._counts[index])
+        self._begin_pass(index)
         self._counts[index] += 1
         self._judgement.sent(index, self.parameters[index].grad)
         if self._source is not None:

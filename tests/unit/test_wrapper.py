@@ -633,3 +633,44 @@ def test_an_option_that_begins_with_the_made_up_step_goes_with_it() -> None:
     )
     as_horovods_broadcast(wrapped)
     assert "t" not in wrapped.param_groups[0]
+
+
+def test_a_second_optimizer_over_the_same_parameters_is_named_until_the_first_is_closed() -> None:
+    def work(transport: LocalTransport, closes: bool) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1))
+
+        def make() -> Any:
+            sgd = torch.optim.SGD([weight], lr=1.0)
+            return loft.DistributedOptimizer(sgd, [("weight", weight)], transport=transport)
+
+        kept: list[Any] = []
+        for _ in range(3):
+            if closes and kept:
+                kept[-1].close()
+            optimizer = make()
+            kept.append(optimizer)
+            for _ in range(2):
+                optimizer.zero_grad()
+                (weight * float(transport.rank)).sum().backward()
+                optimizer.step()
+        with pytest.raises(UsageError, match="this optimizer is closed"):
+            kept[0].step()
+        return float(weight.detach())
+
+    assert run_ranks(3, lambda end: work(end, closes=True)) == [-6.0] * 3
+    with pytest.raises(UsageError, match=r"'weight' is in two optimizers.*call its close\(\)"):
+        run_ranks(3, lambda end: work(end, closes=False))
+
+
+def test_an_optimizer_is_not_closed_while_gradients_are_on_their_way() -> None:
+    def work(transport: LocalTransport) -> None:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        optimizer: Any = loft.DistributedOptimizer(sgd, [("w", weight)], transport=transport)
+        weight.sum().backward()
+        with pytest.raises(UsageError, match=r"optimizer.close\(\) was called after"):
+            optimizer.close()
+        optimizer.step()
+        optimizer.close()
+
+    run_ranks(2, work)
