@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +45,11 @@ def average(
         raise ArgumentError(
             f"average of {name!r}: the value has shape {list(value.shape)}; give its mean over "
             "this rank's samples, value.mean(), or use loft.Metric for one value a sample"
+        )
+    if count and not isinstance(value, Tensor | Real | np.generic):
+        raise ArgumentTypeError(
+            f"average of {name!r}: the value is of type {type(value).__name__}; give a number or a "
+            "tensor of one value, the mean over this rank's samples"
         )
     ends = default_transport() if transport is None else transport
     # Where there is no sample the value may be NaN, which 0 would not take away.

@@ -219,7 +219,8 @@ def _check_kinds(optimizer: object, named_parameters: object, balancer: object) 
             "give a loft.Balancer, or none for equal batches"
         )
     if callable(named_parameters):
+        what = "a model" if isinstance(named_parameters, torch.nn.Module) else "a function"
         raise ArgumentTypeError(
-            "DistributedOptimizer: named_parameters is a function; call it: "
+            f"DistributedOptimizer: named_parameters is {what}; give what it returns: "
             "named_parameters=model.named_parameters()"
         )

@@ -6,12 +6,13 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import loft_hvd as loft
 from loft_hvd.errors import ArgumentError, ArgumentTypeError
-from loft_hvd.transport.local import LocalTransport, run_ranks
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 
 UNTYPED: Any = loft
 
@@ -115,3 +116,14 @@ def test_a_mean_of_whole_numbers_is_no_whole_number() -> None:
         return loft.average(torch.tensor(3 + end.rank), 1, transport=end)
 
     assert [(float(each), each.dtype) for each in run_ranks(2, work)] == [(3.5, torch.float32)] * 2
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], "0.3", None, {"loss": 1.0}])
+def test_average_refuses_what_is_no_number(value: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"average of 'metric': the value is of type"):
+        loft.average(value, 2, transport=LocalWorld(1).transport(0))
+
+
+@pytest.mark.parametrize("value", [1, 1.0, np.float32(1.0), np.int64(1), torch.tensor(1.0), True])
+def test_average_takes_numbers_of_any_kind(value: Any) -> None:
+    assert float(loft.average(value, 2, transport=LocalWorld(1).transport(0))) == 1.0

@@ -62,7 +62,7 @@ def used_up() -> Any:
         (
             lambda: wrap(named_parameters=model().named_parameters),
             ArgumentTypeError,
-            "is a function; call it",
+            "is a function; give what it returns",
         ),
         (lambda: wrap(rule=loft.Median(), op="sum"), ArgumentError, "does not take op=Sum"),
         (lambda: loft.average(1.0, -1, transport=ALONE), ArgumentError, "count=-1 must be >= 0"),
