@@ -687,6 +687,7 @@ class Balancer(NeverCopied):
         """Say whether a batch's loss was weighed before its backward pass."""
         newest = self._batches.weighed
         return newest is not None and newest.step == batch.step
+
     def _warn_of_order(self, text: str) -> None:
         """Say on rank 0, once, what is taken of the order of batches and backward passes."""
         if text and self.rank == 0 and not self._has_warned_ahead:

@@ -147,7 +147,7 @@ def test_a_plateau_by_a_ranks_own_loss_is_named(monkeypatch: pytest.MonkeyPatch)
     run_ranks(3, work)
 
 
-# Tencent/YOLO-Master#154, Megvii-BaseDetection/YOLOX#1176: averages of a model (EMA), by deepcopy.
+# Megvii-BaseDetection/YOLOX#1176: averages of a model (EMA), by deepcopy.
 
 
 def test_a_copy_of_the_model_is_none_of_the_optimizers() -> None:
@@ -231,7 +231,7 @@ def test_a_gradient_on_its_way_is_not_dropped_by_zero_grad() -> None:
         run_ranks(3, lambda end: train(end, begin))
 
 
-# Lightning-AI/pytorch-lightning#3500-like windows: batches too few for a step at an epoch's end.
+# Lightning-AI/pytorch-lightning#19987: batches too few for a step at an epoch's end.
 
 
 @pytest.mark.parametrize("steps_at_the_end", [True, False])
@@ -433,7 +433,7 @@ def test_loader_processes_of_ranks_seeded_alike_draw_other_numbers() -> None:
     assert len(set(first)) == len(first) == 16
 
 
-# rosinality/stylegan2-pytorch-like skips: a rank that passes over a batch is a step behind.
+# Lightning-AI/pytorch-lightning#5243: a rank that passes over a batch is a step behind.
 
 
 def test_a_rank_that_passes_over_a_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
