@@ -452,3 +452,113 @@ def test_a_rank_that_passes_over_a_batch_is_named(monkeypatch: pytest.MonkeyPatc
             train(transport, begin)
 
     run_ranks(3, work)
+
+
+# Neighbours of other faults, for which there was no report.
+
+
+class Normalised(nn.Module):
+    """With a layer between two others, or a parametrization of the last one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
+        norms = {"group norm": nn.GroupNorm(2, 8), "layer norm": nn.LayerNorm(8)}
+        self.norm = norms.get(how, nn.Identity())
+        if how in ("spectral_norm", "weight_norm"):
+            getattr(nn.utils.parametrizations, how)(self.last)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+@pytest.mark.parametrize("how", ["group norm", "layer norm", "spectral_norm", "weight_norm"])
+def test_layers_that_normalise_by_sample_or_by_weight_are_exact(how: str) -> None:
+    torch.manual_seed(1)
+    check_exact(lambda *_: usual, model=Normalised(how))
+
+
+def test_a_gradient_penalty_is_exact() -> None:
+    def begin(*_: Any) -> Step:
+        def step(at: int, optimizer: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            x = x.clone().requires_grad_()
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (mse(out, y) + (slope**2).sum(dim=1).mean()).backward()
+            optimizer.step()
+
+        return step
+
+    check_exact(begin)
+
+
+def test_a_batch_that_is_augmented_twice_is_exact() -> None:
+    def begin(*_: Any) -> Step:
+        def step(at: int, optimizer: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
+            usual(at, optimizer, model, torch.cat([x, -x]), torch.cat([y, y]))
+
+        return step
+
+    check_exact(begin)
+
+
+def test_trainings_in_one_process_without_names_are_told_apart() -> None:
+    """Also where all that they made is still referenced, as in a search for a learning rate."""
+
+    def work(transport: LocalTransport | None) -> nn.Module:
+        kept: list[Any] = []
+        for lr in (0.01, 0.05, 0.1):
+            model = copy.deepcopy(MODEL)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=lr)
+            balancer = loft.Balancer(12, transport=LocalWorld(1).transport(0))
+            if transport is not None:
+                balancer = loft.Balancer(12, SIZES, transport=transport)
+                optimizer = loft.DistributedOptimizer(
+                    optimizer, balancer=balancer, transport=transport
+                )
+            kept.append((model, optimizer, balancer))
+            for x, y in loft.DataLoader(make_data(60), balancer, seed=3):
+                usual(0, optimizer, model, x, y)
+        return nn.ModuleList(model for model, _, _ in kept)
+
+    alone = work(None)
+    assert all(max_difference(found, alone) < 1e-6 for found in run_ranks(3, work))
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+def test_a_generator_and_a_critic_train_by_turns(num_passes: int) -> None:
+    """As PyTorch's DCGAN example: the critic's step has two passes, the generator's leaves some."""
+    softplus = torch.nn.functional.softplus
+    torch.manual_seed(5)
+    start = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 1)])
+
+    def work(transport: LocalTransport | None) -> nn.Module:
+        both = copy.deepcopy(start)
+        generator, critic = both
+        optimizers: list[Any] = [torch.optim.SGD(part.parameters(), lr=0.05) for part in both]
+        balancer = loft.Balancer(12, transport=LocalWorld(1).transport(0))
+        if transport is not None:
+            balancer = loft.Balancer(12, SIZES, transport=transport)
+            optimizers = [
+                loft.DistributedOptimizer(
+                    each, balancer=balancer, transport=transport, backward_passes_per_step=passes
+                )
+                for each, passes in zip(optimizers, (1, num_passes), strict=True)
+            ]
+        for x, _ in loft.DataLoader(make_data(96), balancer, seed=3):
+            optimizers[1].zero_grad()
+            softplus(-critic(x)).mean().backward()
+            softplus(critic(generator(x).detach())).mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            softplus(-critic(generator(x))).mean().backward()
+            optimizers[0].step()
+        return both
+
+    if num_passes == 1:
+        with pytest.raises(UsageError, match="backward pass 2 of a step, but backward_passes_per"):
+            run_ranks(3, work)
+        return
+    alone = work(None)
+    assert all(max_difference(found, alone) < 1e-6 for found in run_ranks(3, work))
