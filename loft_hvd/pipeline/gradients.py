@@ -71,13 +71,13 @@ class Untouched:
     """
 
     def __init__(self) -> None:
-        # By parameter: with torch's count of what has changed the gradient in place.
-        self._left: dict[str, tuple[Tensor, Tensor, int]] = {}
+        # By the parameter's id: with torch's count of what has changed the gradient in place.
+        self._left: dict[int, tuple[str, Tensor, Tensor, int]] = {}
 
     def note(self, name: str, parameter: Tensor) -> None:
         """Take a parameter's gradient as it is now."""
         if parameter.grad is not None:
-            self._left[name] = parameter, parameter.grad, parameter.grad._version
+            self._left[id(parameter)] = name, parameter, parameter.grad, parameter.grad._version
 
     def check(self) -> None:
         """Raise where a gradient is another one, or has been changed in place.
@@ -85,7 +85,7 @@ class Untouched:
         Raises:
             UsageError: names the first such parameter.
         """
-        for name, (parameter, grad, version) in self._left.items():
+        for name, parameter, grad, version in self._left.values():
             if parameter.grad is not grad or grad._version != version:
                 raise UsageError(
                     f"the gradient of parameter {name!r} was changed between loss.backward() and "
