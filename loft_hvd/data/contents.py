@@ -7,9 +7,11 @@ trained twice, others never, and those kept for validation are trained.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["content_of"]
@@ -23,32 +25,31 @@ _LISTS = ("indices", "samples", "files", "paths")
 def content_of(dataset: object) -> int:
     """Return 32 bits of the lists by which a data set, and those inside it, find samples; or 0."""
     content = 0
-    for each in _sets(dataset):
+    for own in _sets(dataset):
         for name in _LISTS:
-            for text in _items(getattr(each, name, None)):
+            for text in _items(own.get(name)):
                 content = zlib.crc32(text.encode(errors="surrogateescape"), content)
     return content
 
 
-def _sets(dataset: object) -> Iterator[object]:
-    """Yield a data set and those that it wraps or joins."""
+def _sets(dataset: object) -> Iterator[dict[str, Any]]:
+    """Yield the attributes of a data set and of those that it wraps or joins."""
     waiting = [dataset]
     for _ in range(_MOST_SETS):
         if not waiting:
             return
-        each = waiting.pop()
-        yield each
-        inner = getattr(each, "datasets", None)
+        own = getattr(waiting.pop(), "__dict__", {})  # no properties: they may do anything
+        yield own
+        inner = own.get("datasets")
         waiting += list(inner)[::-1] if isinstance(inner, list | tuple) else []
-        if (wrapped := getattr(each, "dataset", None)) is not None:
+        if (wrapped := own.get("dataset")) is not None:
             waiting.append(wrapped)
 
 
 def _items(items: Any) -> Iterator[str]:
     """Yield what tells the entries of a list, evenly over it; nothing of what may be anything."""
-    if not isinstance(items, Sequence) and not hasattr(items, "tolist"):
-        return
-    if isinstance(items, str) or len(items) == 0:
+    is_list = isinstance(items, list | tuple | range) or getattr(items, "ndim", 0) == 1
+    if not is_list or len(items) == 0:
         return
     yield str(len(items))
     for at in range(0, len(items), -(-len(items) // _MOST_ITEMS)):
@@ -57,5 +58,6 @@ def _items(items: Any) -> Iterator[str]:
             item = item[0]
         if isinstance(item, str | os.PathLike):
             yield os.path.basename(os.fspath(item))  # folders may be others on each host
-        elif hasattr(item, "__index__"):
-            yield str(int(item))
+        else:
+            with contextlib.suppress(TypeError):
+                yield str(operator.index(item))

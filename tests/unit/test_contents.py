@@ -74,11 +74,25 @@ def test_equal_samples_have_equal_content(one: Any, other: Any) -> None:
 
 def test_what_is_no_list_tells_nothing() -> None:
     class Odd(Dataset[Any]):
-        samples, files, paths, indices = 7, "a.tar", None, {"a": 1}
+        @property
+        def samples(self) -> Any:
+            raise OSError("the file is not open")
 
     odd: Any = Odd()
+    odd.files, odd.paths, odd.indices = "a.tar", 7, {"a": 1}
     odd.dataset = odd  # round and round
     assert content_of(odd) == 0
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [torch.rand(5, 3), np.zeros((4, 2, 2)), torch.rand(4), [np.zeros(3)] * 4, [{"a": 1}] * 4, []],
+)
+def test_samples_that_are_no_names_count_by_their_number_at_most(samples: Any) -> None:
+    one, other = (Folder([]) for _ in range(2))
+    one.samples = samples
+    other.samples = samples + 1 if hasattr(samples, "ndim") else samples[:0] + samples
+    assert content_of(one) == content_of(other)
 
 
 @pytest.mark.parametrize("how", ["DataLoader", "BatchSampler"])
