@@ -52,7 +52,7 @@ from loft_hvd.failures.links import Link, Message
 from loft_hvd.failures.process import RankProcess
 from loft_hvd.failures.progress import Progress
 from loft_hvd.lightning import LoftCallback
-from loft_hvd.pipeline.suspicion.report import WorkerReport
+from loft_hvd.pipeline.suspicion.report import NotFinite, SameData, WorkerReport
 from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
@@ -142,6 +142,8 @@ def sample_log(folder: Path) -> bytes:
     honest = WorkerReport((0,), 0.02, 0.4, 1.0, 0, 20, is_named=False)
     log.write("suspicion", num_steps=40, workers=[asdict(honest), asdict(liar)])
     log.write("spread", ratios=[0.1, None, 0.2], usual=0.1)
+    log.write("same_data", groups=[asdict(SameData((0, 2), 3, 24, 24))])
+    log.write("not_finite", found=asdict(NotFinite(7, (1,), 3, "0.weight", is_nan=True)))
     log.write("cap", rank=1, device="host/1", cap=12, size=16, source="probe")
     log.write("fault", error="PeerError", text="rank 1 went")
     log.write("thinned", num_lines=3)

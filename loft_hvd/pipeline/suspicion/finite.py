@@ -66,6 +66,11 @@ class FiniteWatch:
 
     # In the user's thread.
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether a bucket of the step under way is under a mean; the same on all ranks."""
+        return bool(self._firsts)
+
     def step_reduced(
         self, step: int, results: Sequence[Tensor | None], names: Sequence[str]
     ) -> NotFinite | None:
