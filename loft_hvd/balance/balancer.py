@@ -315,12 +315,12 @@ class Balancer(NeverCopied):
 
     @property
     def local_batch_size(self) -> int:
-        """Samples of this rank in the next batch to fetch.
+        """Samples of this rank in the next batch to train on.
 
-        That is the next one to train on; inside ``step``, before the backward pass, the one after
-        it. 0 where this rank has none: then give ``step`` a dummy batch of ``min_batch``.
+        0 where it has none: then give ``step`` a dummy batch of ``min_batch``. For a batch that is
+        fetched ahead ask ``plan_at``.
         """
-        return self._batches.to_fetch(self.history).sizes[self.rank]
+        return self._batches.upcoming(self.history).sizes[self.rank]
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -360,9 +360,8 @@ class Balancer(NeverCopied):
                 f"rank {self.rank}: a batch of {num_samples} samples, but the sizes of step "
                 f"{sizes.step} are {list(sizes.sizes)}; load as many as planned, or use "
                 "loft.DataLoader, which also plans the last batch of an epoch. A loop that fetches "
-                "one batch ahead reads balancer.local_batch_size inside `with balancer.step`, "
-                "before the backward pass; one that fetches more or earlier asks "
-                "balancer.plan_at(step).sizes[rank], of the step that the batch is for"
+                "a batch ahead of its step asks for the sizes of that step: between the forward "
+                "and the backward pass balancer.plan_at(balancer.next_step + 1).sizes[rank]"
             )
         self._live.timer.batch_arrived(local=planned, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
         yield
@@ -527,7 +526,11 @@ class Balancer(NeverCopied):
         return f"step {newest.step}, sizes {list(newest.sizes)}, samples {newest.digest:08x}"
 
     def plan_at(self, step: int) -> Plan:
-        """Return the plan in force at a step, counted over epochs; asked when it is drawn."""
+        """Return the plan in force at a step, counted over epochs; asked when it is drawn.
+
+        No later plan changes a step that was asked for. A loop with a loader of its own, which
+        fetches the next batch between forward and backward, asks for ``next_step + 1``.
+        """
         self._batches.drawn(step)
         return plan_in_force(self.history, step)
 

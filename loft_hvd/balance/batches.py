@@ -132,20 +132,11 @@ class BatchQueue:
 
     def upcoming(self, plans: Sequence[Plan]) -> StepSizes:
         """Return the sizes queued for the next backward pass, or those of the plan in force."""
-        return self._pending[0] if self._pending else self._planned(plans, self.next_step)
-
-    def _planned(self, plans: Sequence[Plan], step: int) -> StepSizes:
-        plan = plan_in_force(plans, step)
+        if self._pending:
+            return self._pending[0]
+        plan = plan_in_force(plans, self.next_step)
         num_micro = self.count_micro(plan.sizes)
-        return StepSizes(plan.plan_id, step, plan.sizes, num_micro=num_micro)
-
-    def to_fetch(self, plans: Sequence[Plan]) -> StepSizes:
-        """Return the sizes of the batch that a loader of the script's own fetches next."""
-        if self._is_own and self.has_fresh:  # it fetches while the batch begun is computed
-            step = self._waiting[-1].step + 1
-            self.drawn(step)
-            return self._planned(plans, step)
-        return self.upcoming(plans)
+        return StepSizes(plan.plan_id, self.next_step, plan.sizes, num_micro=num_micro)
 
     def current(self, plans: Sequence[Plan]) -> StepSizes:
         """Return the sizes of the batch whose turn it is, or else what ``upcoming`` does."""

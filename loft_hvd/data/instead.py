@@ -139,8 +139,9 @@ def in_place_of(sampler: object) -> str:
     if isinstance(sampler, RandomSampler) and sampler.replacement:
         num_draws = sampler.num_samples
         return f"give the data set, weights=torch.ones(len(dataset)), num_samples={num_draws}"
-    if isinstance(sampler, SequentialSampler):
-        return "give the data set, and shuffle=False"
+    is_in_order = isinstance(sampler, DistributedSampler) and not sampler.shuffle
+    if is_in_order or isinstance(sampler, SequentialSampler):
+        return "give the data set, and shuffle=False; train=False to evaluate"
     if isinstance(sampler, DistributedSampler | RandomSampler):
         return "give the data set, which is shuffled; set_epoch(epoch) is called here, too"
     return f"give the data set, and torch.utils.data.Subset for some of its samples; {_ORDER}"

@@ -42,10 +42,11 @@ SAMPLERS: dict[str, tuple[Any, str]] = {
         RandomSampler(DATA, replacement=True, num_samples=7),
         r"weights=torch.ones\(len\(dataset\)\), num_samples=7$",
     ),
-    "sequential": (SequentialSampler(DATA), r"give the data set, and shuffle=False$"),
+    "sequential": (SequentialSampler(DATA), r"give the data set, and shuffle=False; train=False"),
     "subset": (SubsetRandomSampler(INDICES), r"Subset\(dataset, indices\) as the data set$"),
     "distributed": (DistributedSampler(DATA, 2, 0), r"which is shuffled; set_epoch\(epoch\)"),
-    "batches": (BatchSampler(SequentialSampler(DATA), 8, False), r"and shuffle=False$"),
+    "in order": (DistributedSampler(DATA, 2, 0, shuffle=False), r"and shuffle=False; train=False"),
+    "batches": (BatchSampler(SequentialSampler(DATA), 8, False), r"and shuffle=False; train=False"),
     "other": (type("Own", (torch.utils.data.Sampler,), {})(), r"weights=weights draws by weight"),
 }
 
