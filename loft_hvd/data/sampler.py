@@ -504,8 +504,8 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
     list's sizes join the balancer's FIFO when the list is drawn, and every backward pass takes
     those of its own batch. What an early ``break`` leaves in the FIFO is cleared by ``set_epoch``
     or by the next iteration, whichever comes first; where the last list had been drawn, only by
-    ``balancer.clear_pending()``, since the loop may have fetched ahead. An iteration begins at the step after the
-    newest one trained, which all ranks know, however far torch drew ahead on each.
+    ``balancer.clear_pending()``, since the loop may have fetched ahead. An iteration begins at the
+    step after the newest one trained, which all ranks know, however far torch drew ahead on each.
 
     Args:
         dataset: the data set, or its number of samples.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -474,6 +475,20 @@ def test_nobody_waits_or_calls_where_rank_0_cannot_listen(
 
     assert run_ranks(3, work) == [(True, 0)] * 3
     assert "rank 0 cannot listen on ['192.0.2.1']" in caplog.text
+
+
+def test_every_rank_learns_a_rank_at_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = threading.local()
+    monkeypatch.setattr("loft_hvd.failures.handshake.own_addresses", lambda *_: own.addresses)
+
+    def work(transport: LocalTransport) -> dict[str, int]:
+        # Ranks 1 and 2 are on one host, which has two networks.
+        own.addresses = [["10.0.0.1"], ["10.0.0.2", "10.1.0.2"]][transport.rank > 0]
+        links = open_links(Channel(transport, "links", 10))
+        links.close()
+        return links.ranks_at
+
+    assert run_ranks(3, work) == [{"10.0.0.1": 0, "10.0.0.2": 1, "10.1.0.2": 1}] * 3
 
 
 def test_every_rank_gets_its_own_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
