@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from loft_hvd.store.samples import encode_sample
 from loft_hvd.store.shelf import Shelf, checksum
 
-__all__ = ["Checks", "read_samples"]
+__all__ = ["Checks"]
 
 _logger = logging.getLogger(__name__)
 _NUM_CHECKED = 300  # of all ranks, an epoch: see above
@@ -32,26 +31,19 @@ _MOST_SHARE = 0.01  # a choice, of what this run has kept itself
 _NUM_DRAWS = 16
 
 
-def read_samples(dataset: Dataset[Any], numbers: Sequence[int]) -> Sequence[Any]:
-    """Return samples of a data set, read in one call where it offers that."""
-    get_items = getattr(dataset, "__getitems__", None)
-    found: Sequence[Any] = (
-        get_items(numbers) if get_items else [dataset[number] for number in numbers]
-    )
-    return found
-
-
 class Checks:
     """Compares samples that were kept with those of the data set.
 
     Args:
-        dataset: the source.
+        read: reads samples from the data set, by their numbers.
         shelf: of this rank, which knows which samples earlier runs have kept.
         rank: this one, for what is said.
     """
 
-    def __init__(self, dataset: Dataset[Any], shelf: Shelf, *, rank: int) -> None:
-        self._dataset, self._shelf, self._rank = dataset, shelf, rank
+    def __init__(
+        self, read: Callable[[Sequence[int]], Sequence[Any]], shelf: Shelf, *, rank: int
+    ) -> None:
+        self._read, self._shelf, self._rank = read, shelf, rank
         num_old = int(np.count_nonzero(shelf.is_of_earlier_run))
         self._old_rate = min(_NUM_CHECKED / max(num_old, 1), 1.0)
         self._rate = min(_NUM_CHECKED / max(shelf.num_samples, 1), _MOST_SHARE)
@@ -75,7 +67,7 @@ class Checks:
         warning says so once, and nothing is compared from then on.
         """
         try:
-            for number, found in zip(digests, self._read(list(digests)), strict=True):
+            for number, found in zip(digests, self._digests(list(digests)), strict=True):
                 if found != digests[number]:
                     return None if self._is_drawn(number, found) else number
         except Exception as error:
@@ -87,13 +79,12 @@ class Checks:
                 )  # fmt: skip
         return None
 
-    def _read(self, numbers: Sequence[int]) -> list[int]:
-        samples = read_samples(self._dataset, numbers)
-        return [checksum(encode_sample(sample)) for sample in samples]
+    def _digests(self, numbers: Sequence[int]) -> list[int]:
+        return [checksum(encode_sample(sample)) for sample in self._read(numbers)]
 
     def _is_drawn(self, number: int, found: int) -> bool:
         """Whether a sample is another one each time that it is read; says so."""
-        if all(self._read([number]) == [found] for _ in range(_NUM_DRAWS)):
+        if all(self._digests([number]) == [found] for _ in range(_NUM_DRAWS)):
             return False
         if self._shelf.end_checks():
             _logger.warning(

@@ -331,8 +331,17 @@ class Shelf:
             self._tails[:3] = 0
             if len(self._halves) == 2:
                 self._tails[1] = _units(_FILE.size)
-                self._end_records(_units(_FILE.size) * _UNIT)
+                self._empty_file()
         return True
+
+    def _empty_file(self) -> None:
+        try:
+            self._end_records(_units(_FILE.size) * _UNIT)
+        except OSError as error:
+            self._tails[3] = 1
+            _logger.warning("%s cannot be emptied (%s): it is removed", self.path, error)
+            if self.path is not None:  # the file's owner knows it, its server does not
+                self.path.unlink(missing_ok=True)
 
     def _end_records(self, begin: int) -> None:
         """Write what a later run takes for the end of the records on disk."""

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,12 +144,12 @@ class SampleStore(Dataset[Any]):
                     "are not asked"
                 )
             self._shelf.is_of_earlier_run[:] = self._shelf.held()
-            self._checks = Checks(dataset, self._shelf, rank=self.rank)
+            self._checks = Checks(partial(_read_from, dataset), self._shelf, rank=self.rank)
             return
         self._meet(channel, {"number of samples": num_samples, "version": version}, refusal)
         if (self._shelf.keepers != NOBODY).any():  # else nothing is written: zeros take no memory
             self._shelf.is_of_earlier_run[:] = self._shelf.keepers != NOBODY
-        self._checks = Checks(dataset, self._shelf, rank=self.rank)
+        self._checks = Checks(partial(_read_from, dataset), self._shelf, rank=self.rank)
         if self.world_size > 1:
             self._open(channel)
 
@@ -307,12 +308,10 @@ class SampleStore(Dataset[Any]):
             and not (is_copy and shelf.copies_left <= 0)
             for number, is_copy in zip(missing, copies, strict=True)
         ]
-        from loft_hvd.store.checks import read_samples
-
         generation = shelf.generation
         with shelf.clearing(sum(kept)):
             began = time.monotonic()
-            samples = read_samples(self.dataset, missing)
+            samples = _read_from(self.dataset, missing)
             seconds = time.monotonic() - began
         counts["source"] += len(missing)
         counts["source_us"] += round(1e6 * seconds)
@@ -447,6 +446,15 @@ class SampleStore(Dataset[Any]):
             self._server.close()
             self._server = None  # or the next epoch would start it again
         self._shelf.close()
+
+
+def _read_from(dataset: Dataset[Any], numbers: Sequence[int]) -> Sequence[Any]:
+    """Return samples of a data set, read in one call where it offers that."""
+    get_items = getattr(dataset, "__getitems__", None)
+    if get_items is None:
+        return [dataset[number] for number in numbers]
+    found: Sequence[Any] = get_items(numbers)
+    return found
 
 
 def _check_budgets(folder: str | os.PathLike[str] | None, **budgets: int) -> None:

@@ -167,7 +167,7 @@ def test_a_change_of_five_percent_is_missed_less_than_once_in_a_million(num_kept
     """By the arithmetic at the head of the file; the cost is 300 reads, of all ranks together."""
     shelf = Shelf(num_kept, memory_bytes=0)
     shelf.is_of_earlier_run[:] = True
-    found = checks.Checks(Labels(), shelf, rank=0)
+    found = checks.Checks(lambda numbers: [], shelf, rank=0)
     numbers = range(num_kept)
     num_changed = round(0.05 * num_kept)
     assert (1 - found._old_rate) ** num_changed < 1e-6
@@ -353,6 +353,24 @@ def test_a_later_run_does_not_find_what_was_thrown_away(tmp_path: Path, num_new:
         shelf.add(number, bytes([number + 100]) * 100, generation=1)
     shelf.close()
     assert np.flatnonzero(Shelf(8, **options).held()).tolist() == list(range(num_new))
+
+
+def test_a_file_that_cannot_be_emptied_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(8, memory_bytes=1024, disk_bytes=1024, path=tmp_path / "f", identity=1)
+    shelf.add(3, b"old" * 30)
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.pwrite", fails)
+    assert shelf.empty(1)
+    assert "cannot be emptied ([Errno 5] Input/output error): it is removed" in caplog.text
+    assert not (tmp_path / "f").exists()
+    monkeypatch.undo()
+    assert shelf.add(3, b"new" * 30, generation=1)
+    assert shelf.bytes_kept[0] > 0  # in memory
 
 
 # The version.
