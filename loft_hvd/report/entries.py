@@ -167,6 +167,7 @@ class SpreadLine(Line):
     """How far ranks' gradients lie apart for good."""
 
     ratios: list[float | None]  # None where too little was seen of a rank
+    usual: float = math.nan  # the median rank's
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from itertools import pairwise
 
 from loft_hvd.balance.explain import SlowRank, find_slow, versus, waited_share, why_none
 from loft_hvd.balance.interval import RankTimes
-from loft_hvd.pipeline.suspicion.report import WorkerReport
+from loft_hvd.pipeline.suspicion.report import WorkerReport, tell_limits
+from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE
 from loft_hvd.report.entries import (
     Fault,
     Line,
@@ -24,6 +25,7 @@ from loft_hvd.report.entries import (
     Run,
     SameDataLine,
     ScheduleLine,
+    SpreadLine,
     SuspicionLine,
     Times,
     newest_of,
@@ -117,6 +119,10 @@ def _off(world: Sequence[Line]) -> Iterator[str]:
         for group in line.groups:
             asked = str(group)
             yield f"{asked[0].upper()}{asked[1:]}."
+    for spread in of_kind(SpreadLine, world)[-1:]:
+        if spread.usual > WARN_ABOVE:
+            limits = tell_limits((), spread.step)
+            yield f"{limits[0].upper()}{limits[1:]}."
     newest = newest_of(SuspicionLine, world)
     if newest is None:
         return

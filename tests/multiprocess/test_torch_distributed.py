@@ -26,6 +26,8 @@ whole = [pytest.mark.long, pytest.mark.whole]
         pytest.param("ddp modes refused", 2, marks=long),
         pytest.param("whole auto held_back averaged", 3, marks=long),
         pytest.param("levels watched", 4, marks=long),
+        pytest.param("same_data not_finite", 3, marks=long),
+        pytest.param("same_data", 8, marks=long),
     ],
 )
 def test_torch_ranks(whats: str, num_ranks: int, tmp_path: Path) -> None:

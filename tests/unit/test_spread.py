@@ -19,6 +19,8 @@ from loft_hvd.pipeline.suspicion.spread import (
     lasting_differences,
     looked_at,
 )
+from loft_hvd.report.entries import read_lines
+from loft_hvd.report.verdict import judge
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -107,8 +109,19 @@ def test_what_is_not_known_is_nan() -> None:
     assert np.isnan(lasting_differences(np.zeros(3), nothing, nothing).usual)
 
 
-def train(transport: LocalTransport, *, rule: loft.Rule, own: float, log_dir: Path) -> None:
-    """Train on gradients of noise, and of a sign for each rank and coordinate times ``own``."""
+def train(
+    transport: LocalTransport,
+    *,
+    rule: loft.Rule,
+    own: float,
+    log_dir: Path,
+    num_steps: int = NUM_STEPS + 2,
+    flips: int = -1,
+) -> str:
+    """Train on gradients of noise, and of a sign for each rank and coordinate times ``own``.
+
+    Returns the report. Rank ``flips`` sends its own with the other sign and ten times as long.
+    """
     random = torch.Generator().manual_seed(100 + transport.rank)
     sign = torch.randn(600, generator=random).sign() * own
     layer = torch.nn.Linear(600, 1, bias=False)
@@ -120,10 +133,17 @@ def train(transport: LocalTransport, *, rule: loft.Rule, own: float, log_dir: Pa
         transport=transport,
         log_dir=log_dir,
     )
-    for _ in range(NUM_STEPS + 2):
+    if transport.rank == flips:
+
+        def flip(_: object, values: torch.Tensor) -> None:
+            values.mul_(-10)
+
+        optimizer.register_outgoing_hook(flip)
+    for _ in range(num_steps):
         optimizer.zero_grad()
         layer(torch.randn(1, 600, generator=random) + sign).sum().backward()
         optimizer.step()
+    return str(optimizer.report())
 
 
 @CASES
@@ -136,14 +156,36 @@ def test_a_robust_rule_over_ranks_apart_warns_once_with_the_figure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        run_ranks(4, lambda transport: train(transport, rule=rule, own=own, log_dir=tmp_path))
+        reports = run_ranks(
+            4, lambda transport: train(transport, rule=rule, own=own, log_dir=tmp_path)
+        )
     assert caplog.text.count("differ lastingly") == warns
+    assert all(("cannot be told from an honest one" in report) == warns for report in reports)
     (path,) = tmp_path.iterdir()
     found = [entry for entry in read_run_log(path) if entry["kind"] == "spread"]
     assert len(found) == is_measured
     if warns:
         assert f"by {found[0]['usual']:.2f} times" in caplog.text
         assert "with_strata" in caplog.text
+
+
+@pytest.mark.parametrize("num_steps", [NUM_STEPS, 150])
+def test_among_ranks_apart_the_report_says_that_flipped_gradients_name_nobody(
+    num_steps: int, tmp_path: Path
+) -> None:
+    """And who stood out until that was found."""
+    rule = loft.TrimmedMean(f=1)
+    reports = run_ranks(
+        8,
+        lambda end: train(end, rule=rule, own=1.0, log_dir=tmp_path, num_steps=num_steps, flips=6),
+    )
+    last = reports[0].splitlines()[-1]
+    assert all(report.splitlines()[-1] == last for report in reports)
+    assert last.startswith("ranks draw from different data: a worker that sends its gradients fl")
+    assert "until step 50 rank 6 stood out, by that or by data far from all" in last
+    (path,) = tmp_path.iterdir()
+    sentence = next(each for each in judge(read_lines(read_run_log(path))) if "different" in each)
+    assert sentence.startswith("Ranks draw from different data: a worker that sends its gradients")
 
 
 @dataclass

@@ -67,21 +67,21 @@ class FiniteWatch:
     # In the user's thread.
 
     @property
-    def has_looked(self) -> bool:
-        """Whether a bucket of the step under way is under a mean; the same on all ranks."""
-        return bool(self._firsts)
+    def parameters(self) -> list[int]:
+        """Those whose first value is NaN, after the exchange, where their bucket was marked."""
+        return list(self._firsts.values())
 
     def step_reduced(
         self, step: int, results: Sequence[Tensor | None], names: Sequence[str]
     ) -> NotFinite | None:
-        """Look at gradients of a step after the exchange, by parameter; rank 0 warns.
+        """Look at the gradients of ``parameters`` after the exchange; rank 0 warns.
 
         Returns:
             On rank 0 what it has told, if there was something to tell.
         """
-        firsts, self._firsts = self._firsts, {}
         own, self._own = self._own, {}
-        if not any(_is_marked(results[parameter]) for parameter in firsts.values()):
+        self._firsts.clear()
+        if not any(map(_is_marked, results)):
             self._num_in_row = 0
             return None
         # Buckets are numbered in the order of the backward pass.

@@ -267,8 +267,9 @@ class Judgement:
     def gradients_reduced(self, results: Sequence[Tensor | None]) -> bool:
         """Look at a step's results, by parameter; say whether ``is_model`` has changed."""
         before, found = self.is_model, None
-        if self._finite is not None and self._finite.has_looked:  # not so under robust rules
-            lost = self._finite.step_reduced(self._log.step + 1, results, self._names)
+        if self._finite is not None:
+            marked = [results[at] for at in self._finite.parameters]
+            lost = self._finite.step_reduced(self._log.step + 1, marked, self._names)
             if lost is not None:
                 self._log.write("not_finite", found=asdict(lost))
         reduced = [results[at] for at in self._robust]

@@ -11,6 +11,7 @@ __all__ = [
     "SuspicionReport",
     "WorkerReport",
     "ZeroedParameter",
+    "tell_limits",
     "tell_ranks",
 ]
 
@@ -124,6 +125,22 @@ class NotFinite:
         )
 
 
+def tell_limits(named: Sequence[int], num_steps: int) -> str:
+    """Say what cannot be said of workers where ranks draw from different data.
+
+    ``named`` are the ranks that stood out before that was found, after ``num_steps``.
+    """
+    stood_out = ""
+    if named:
+        who = f"rank{'s' if len(named) > 1 else ''} {tell_ranks(named)}"
+        stood_out = f"; until step {num_steps} {who} stood out, by that or by data far from all"
+    return (
+        "ranks draw from different data: a worker that sends its gradients flipped, scaled or with "
+        "noise cannot be told from an honest one, and is not named; NaN and copies are named"
+        f"{stood_out}"
+    )
+
+
 def tell_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as words: "0 and 3", "0, 1 and 3"."""
     *most, last = map(str, ranks)
@@ -144,6 +161,7 @@ class SuspicionReport:
     same_data: tuple[SameData, ...] = ()
     # The first steps in which ranks sent values into a mean that were not finite.
     not_finite: tuple[NotFinite, ...] = ()
+    limits: str = ""  # what can be said of nobody in this job, and why
 
     @property
     def named(self) -> tuple[WorkerReport, ...]:
@@ -157,6 +175,8 @@ class SuspicionReport:
             lines.append(self.note)
         else:
             lines += [f"after {self.num_steps} steps:", _HEAD, *map(str, self.workers)]
+        if self.limits:
+            lines.append(self.limits)
         if self.zeroed:
             lines.append("zero after the rule, of what any rank had a gradient for:")
             lines += map(str, self.zeroed)

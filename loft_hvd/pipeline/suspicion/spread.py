@@ -189,7 +189,8 @@ class SpreadWatch:
                 "a robust rule takes that for faults and loses real signal, 3 to 40 points of "
                 "accuracy on digits. Give the placement strata, or a lower cap: "
                 "Placement.with_strata(labels, cap=1.5). Or shuffle the shards, or use Mean(). "
-                "Being far from the others names no worker from here on",
+                "From here on a worker that sends its gradients flipped, scaled or with noise "
+                "cannot be told from an honest one, and is not named; NaN and copies are",
                 COMPARED_AFTER,
                 found.usual,
                 ", ".join(f"{ratio:.2f}" for ratio in found.ratios),

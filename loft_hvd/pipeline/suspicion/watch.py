@@ -24,6 +24,7 @@ from loft_hvd.pipeline.suspicion.report import (
     SameData,
     SuspicionReport,
     WorkerReport,
+    tell_limits,
     tell_ranks,
 )
 from loft_hvd.pipeline.suspicion.tracker import (
@@ -142,6 +143,7 @@ class WorkerWatch:
         self._tracker = SuspicionTracker(len(self._members), settings)
         self._num_steps = 0
         self._are_apart = False
+        self._limits = ""
         self._same_data: tuple[SameData, ...] = ()
         # In flight between ``computing_ended`` and ``step_reduced``: what is sent, what arrives.
         self._exchange: tuple[Work, Tensor, Tensor] | None = None
@@ -237,6 +239,9 @@ class WorkerWatch:
         Where ranks draw from different data (``are_apart``) distances name nobody from here on.
         """
         self._are_apart = are_apart
+        if are_apart:
+            named = [rank for worker in self._tracker.named() for rank in self._members[worker]]
+            self._limits = tell_limits(named, self._num_steps)
 
     def same_data_found(self, groups: Sequence[SameData]) -> None:
         """Take which ranks read the same data: of those, copies are no sign of a wrong worker."""
@@ -332,6 +337,7 @@ class WorkerWatch:
         named = self._tracker.named()
         return SuspicionReport(
             num_steps=self._num_steps,
+            limits=self._limits,
             workers=tuple(
                 WorkerReport(
                     ranks=self._members[worker],

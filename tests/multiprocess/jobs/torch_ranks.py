@@ -166,6 +166,82 @@ def spread(world_size: int) -> None:
         torch.nn.functional.mse_loss(model(x), y + apart).backward()
 
 
+def same_data(world_size: int) -> None:
+    """Train with a sampler that two ranks have in common, under every rule and the mean."""
+    pair = [0, world_size - 1]
+    f = (world_size - 1) // 4 or 1
+    rules = [
+        loft.Mean(),
+        loft.Median(),
+        loft.TrimmedMean(f),
+        loft.MeanAroundMedian(f),
+        loft.Phocas(f),
+        loft.Robust(f),
+        loft.GeometricMedian(f),
+        loft.CentredClipping(f),
+        loft.MinimumDiameter(f),
+    ]
+    for rule in rules:
+        for is_shared in (True, False):
+            model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
+            hook = loft.ddp_hook(rule, worker_momentum=0.0)
+            model.register_comm_hook(None, hook)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            reader = pair[0] if is_shared and dist.get_rank() in pair else dist.get_rank()
+            for step in range(30):
+                optimizer.zero_grad()
+                x, y = own_batch(reader, step, 4)
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+            found = [list(group.ranks) for group in hook.report().same_data]
+            assert found == ([pair] if is_shared else []), (rule, found)
+
+
+def not_finite(world_size: int) -> None:
+    """Spoil one rank's loss, activation or gradient in the first step, or in a later one."""
+    rank, culprit = dist.get_rank(), world_size - 1
+    for value in (torch.nan, torch.inf):
+        for where, first in (("loss", "2."), ("activation", "0."), ("gradient", "0.weight")):
+            for when in (1, 3):
+                own = make_model()
+                model = DistributedDataParallel(own, bucket_cap_mb=0.0003)
+                hook = loft.ddp_hook(named_parameters=own.named_parameters())
+                model.register_comm_hook(None, hook)
+                for step in range(1, when + 1):
+                    is_it = (rank, step) == (culprit, when)
+                    model.zero_grad()
+                    spoil(own, value if is_it else 0.0, where)
+                    x, y = own_batch(rank, step, 4)
+                    loss = torch.nn.functional.mse_loss(model(x), y)
+                    (loss * (value if is_it and where == "loss" else 1.0)).backward()
+                (found,) = hook.report().not_finite
+                assert (found.step, found.ranks) == (when, (culprit,)), (where, value, found)
+                assert found.parameter.startswith(first), (where, value, found)
+
+
+def spoil(model: torch.nn.Module, value: float, where: str) -> None:
+    """Add a value to the gradient of an activation, or of a weight, in the next pass."""
+    layers = list(model.children())
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def add(gradient: torch.Tensor) -> torch.Tensor:
+        for handle in handles:
+            handle.remove()
+        gradient = gradient.clone()
+        gradient.view(-1)[-1] += value
+        return gradient
+
+    def watch(_module: object, _given: object, made: torch.Tensor) -> None:
+        made.register_hook(add)
+
+    if where == "gradient":
+        weight = layers[0].weight
+        assert isinstance(weight, torch.Tensor)
+        handles.append(weight.register_hook(add))
+    elif where == "activation":
+        handles.append(layers[0].register_forward_hook(watch))
+
+
 def fail(what: str) -> Callable[[int], None]:
     def run(world_size: int) -> None:
         model = DistributedDataParallel(make_model())
@@ -208,6 +284,8 @@ JOBS: dict[str, Callable[[int], None]] = {
     "auto": auto,
     "levels": levels,
     "spread": spread,
+    "same_data": same_data,
+    "not_finite": not_finite,
     "raise": fail("raise"),
     "kill": fail("kill"),
     "freeze": fail("freeze"),
