@@ -14,9 +14,11 @@ JOB = "tests/multiprocess/jobs/reports.py"
 
 
 def test_a_rank_that_validates_alone_is_waited_for_and_not_named() -> None:
-    """huggingface/accelerate#3861."""
-    done = launch(3, [JOB, "horovod", "validates"], timeout_s=90)
+    """huggingface/accelerate#3861; then horovod/horovod#1346 with Horovod's own optimizer."""
+    done = launch(3, [JOB, "horovod", "validates", "attached"], timeout_s=90)
     output = done.succeeded(3)
+    clipped = r"attached: the gradient of parameter '2\.bias' was changed between loss\.backward"
+    assert len(re.findall(clipped, output)) == 3, output[-6000:]
     assert output.count("trained 30 steps") == 3, output[-6000:]
     assert not re.search(r"is silent|frozen|PeerError", output), output[-6000:]
 

@@ -15,15 +15,49 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
 import loft_hvd as loft
-from loft_hvd.errors import MismatchError
+from loft_hvd.errors import MismatchError, UsageError
 from tests.support.training import make_data, make_model, max_difference
 from tests.unit.test_unused import MODEL, Heads
 
 mse = torch.nn.functional.mse_loss
 
 
+def attached(rank: int, world_size: int) -> None:
+    """Train with Horovod's own optimizer as its examples do; then clip before the reduction."""
+    import horovod.torch as hvd
+
+    model, x, y = make_model(), *(each[rank * 8 : rank * 8 + 8] for each in DATA)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer: Any = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+    loft.attach(optimizer, loft.Balancer(8 * world_size, "report"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        if step == 3:
+            scaler.scale(mse(model(x), y)).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        else:
+            mse(model(x), y).backward()
+            optimizer.step()
+    mse(model(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    try:
+        optimizer.step()
+    except UsageError as error:
+        print(f"attached: {error}", flush=True)
+    hvd.barrier()
+
+
 def horovods(case: str, rank: int, world_size: int) -> None:
     """Train with a loader of the script's own, in the rhythm that the case has."""
+    if case == "attached":
+        attached(rank, world_size)
+        return
     model = make_model()
     optimizer = loft.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters()
