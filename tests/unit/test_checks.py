@@ -230,6 +230,41 @@ def test_a_rank_that_is_not_reached_hears_of_it_when_the_next_epoch_begins(
         assert each.num_old == 0
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_other_ranks_are_told_at_once_and_asked_for_nothing_until_all_know(
+    tmp_path: Path, is_told: bool
+) -> None:
+    """Rank 0 alone looks; where its notice is lost, rank 1 still has what is old."""
+    fill(tmp_path, (12, 8))
+    source, barrier = Labels(some(0.5)), threading.Barrier(2)
+    right = [number + NEW * (number in source.changed) for number in range(NUM_SAMPLES)]
+
+    def rank(transport: LocalTransport) -> None:
+        store = store_in(tmp_path, source, transport)
+        assert store._peers is not None
+        if not is_told:
+            store._peers.tell_changed = lambda *_, **__: None  # type: ignore[method-assign]
+        if transport.rank == 1:
+            store._checks.chosen = lambda numbers: []  # type: ignore[method-assign]
+        else:
+            mine = np.flatnonzero(store._shelf.held()).tolist()
+            for number in mine:
+                store.__getitems__([number])
+            store._shelf.end_checks()  # what rank 1 sent would be found out, too
+            labels = [float(label) for _, label in store.__getitems__(range(NUM_SAMPLES))]
+            assert labels == right
+            assert store.counters["peer"] == 0
+        barrier.wait(60)
+        if transport.rank == 1:
+            assert store._shelf.generation == int(is_told)
+            labels = [float(label) for _, label in store.__getitems__(range(NUM_SAMPLES))]
+            assert (labels == right) == is_told
+        barrier.wait(60)
+        store.close()
+
+    run_ranks(2, rank, timeout_s=120.0)
+
+
 class Drawn(Labels):
     """A data set that augments at random; ``share`` of its reads are others."""
 
