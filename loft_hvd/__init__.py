@@ -24,6 +24,7 @@ from loft_hvd.aggregation.row_rules import (
     GeometricMedian,
     MinimumDiameter,
     MultiKrum,
+    PrincipalAxis,
     Robust,
 )
 from loft_hvd.aggregation.rule_text import parse_rule
@@ -90,6 +91,7 @@ __all__ = [
     "ParquetShards",
     "Phocas",
     "Placement",
+    "PrincipalAxis",
     "Quarantine",
     "Replay",
     "Robust",

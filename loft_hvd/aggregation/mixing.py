@@ -38,6 +38,7 @@ from loft_hvd.aggregation.row_rules import (
     GeometricMedian,
     MinimumDiameter,
     MultiKrum,
+    PrincipalAxis,
     Robust,
     RowRule,
     check_is_ours,
@@ -73,7 +74,8 @@ class Mix(NamedTuple):
     weights: list[int] | None  # of the mixed rows, all > 0; None for equal ones
     rule: Rule  # coordinate-wise: aggregates the mixed rows
     is_copy: tuple[bool, ...] = ()  # [n]: equals another row, and is not all zeros; or not known
-    # [num_mixed, n]: which given rows are in each neighbourhood of the first NNM; None without NNM.
+    # [m, n]: which given rows are in each neighbourhood of the first NNM or PrincipalAxis; None
+    # without them.
     near: npt.NDArray[np.bool_] | None = None
 
 
@@ -226,16 +228,22 @@ def _clipped(rows: _MeasuredRows, limit: float) -> _MeasuredRows:
 
 
 def _nnm(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
+    by = _neighbourhoods(rows, rule.f)
+    mixed, inner = _mixed(rows, by, None, rule.rule)
+    return mixed if rows.near is not None else mixed._replace(near=mixed.matrix != 0), inner
+
+
+def _neighbourhoods(rows: _MeasuredRows, f: int) -> Floats:
+    """Return the shares, by weight, of each row's ``m - f`` nearest rows, [m, m]."""
     num_rows = len(rows.matrix)
-    near = np.argsort(rows.distances, axis=1, kind="stable")[:, : num_rows - rule.f]
+    near = np.argsort(rows.distances, axis=1, kind="stable")[:, : num_rows - f]
     by = np.zeros((num_rows, num_rows))
     np.put_along_axis(by, near, _shares(rows.weights, num_rows)[near], axis=1)
     by[:, ~rows.is_measured] = 0.0
     lost = np.flatnonzero(~rows.is_measured)
     by[lost], by[lost, lost] = 0.0, 1.0
-    by /= _sum(by.T)[:, None]
-    mixed, inner = _mixed(rows, by, None, rule.rule)
-    return mixed if rows.near is not None else mixed._replace(near=mixed.matrix != 0), inner
+    shares: Floats = by / _sum(by.T)[:, None]
+    return shares
 
 
 def _bucketing(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
@@ -412,18 +420,33 @@ def _widest(squared: Floats, shares: Floats) -> tuple[float, Floats]:
         The variance along it; and each row's squared distance from the mean along it, [n], as
         shares of a common value.
     """
-    # With m the mean and a_i = |x_i - m|^2, products of centred rows are
-    # <x_i - m, x_k - m> = (a_i + a_k - |x_i - x_k|^2) / 2. With S the roots of the shares on a
-    # diagonal, S products S has the eigenvalues of the covariance, and of its eigenvector u the
-    # direction is sum_i S_i u_i (x_i - m).
-    lengths = np.maximum(_squared_from(squared, shares), 0.0)
-    products = (lengths[:, None] + lengths - squared) / 2
-    roots = np.sqrt(shares)
-    covariance = roots[:, None] * products * roots
-    total = _total(np.diag(covariance))
-    if not total > 0.0:
+    # With S the roots of the shares on a diagonal, S products S has the eigenvalues of the
+    # covariance, and of its eigenvector u the direction is sum_i S_i u_i (x_i - m).
+    products, roots = _centred_products(squared, shares), np.sqrt(shares)
+    variance, vector = _largest_eigenvalue(roots[:, None] * products * roots)
+    if variance == 0.0:
         return 0.0, np.zeros(len(shares))
-    powers = covariance / total
+    along = _product(products / variance, (roots * vector)[:, None])[:, 0]
+    return variance, along**2
+
+
+def _centred_products(squared: Floats, shares: Floats) -> Floats:
+    """Return the inner products of rows less their mean by ``shares``, [n, n]."""
+    # With m the mean and a_i = |x_i - m|^2 they are (a_i + a_k - |x_i - x_k|^2) / 2.
+    lengths = np.maximum(_squared_from(squared, shares), 0.0)
+    products: Floats = (lengths[:, None] + lengths - squared) / 2
+    return products
+
+
+def _largest_eigenvalue(matrix: Floats) -> tuple[float, Floats]:
+    """Return the largest eigenvalue, and its eigenvector of length 1, of a positive matrix, [n, n].
+
+    By squarings, in a fixed order: a library's order, and so its bits, depends on the machine.
+    """
+    total = _total(np.diag(matrix))
+    if not total > 0.0:
+        return 0.0, np.zeros(len(matrix))
+    powers = matrix / total
     for _ in range(_SQUARINGS):
         # Each squaring doubles how often the eigenvalues are multiplied. With one left the trace of
         # the square is that of what is squared.
@@ -434,8 +457,39 @@ def _widest(squared: Floats, shares: Floats) -> tuple[float, Floats]:
             break
     vector = powers[:, int(np.argmax(np.diag(powers)))]
     vector = vector / np.sqrt(_total(vector**2))
-    along = _product(products / total, (roots * vector)[:, None])[:, 0]
-    return total * _total(vector * roots * along), along**2
+    value = _total(_product(matrix / total, vector[:, None])[:, 0] * vector)
+    return total * max(value, 0.0), vector
+
+
+def _principal_axis(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
+    num_rows = len(rows.matrix)
+    kept = np.flatnonzero(rows.is_measured)
+    f = rule.f - (num_rows - len(kept))  # wrong rows that may be among those kept
+    if f < 0:
+        return _mean_of(rows, np.arange(num_rows))  # more rows than f are lost, and so is the sum
+    clipped = _clipped(rows, float(np.sort(rows.lengths)[(num_rows - 1) // 2]))
+    near = rows.near
+    if near is None:  # what this rule mixes leaves nobody out, so it does not say who is far away
+        near = _product(_neighbourhoods(clipped, rule.f), clipped.matrix) != 0
+    by = np.zeros((len(kept), num_rows))
+    by[:, kept] = _winsorised(clipped.distances[np.ix_(kept, kept)], f)
+    shares = _shares(rows.weights, num_rows)[kept]
+    mean = _product(shares[None] / _total(shares), by)
+    mixed, inner = _mixed(clipped, mean, None, Mean())
+    return mixed._replace(near=near), inner
+
+
+def _winsorised(squared: Floats, f: int) -> Floats:
+    """Return the mixes by which rows are winsorised along their principal axis, [n, n]."""
+    num_rows = len(squared)
+    products = _centred_products(squared, np.full(num_rows, 1.0 / num_rows))
+    # Of products of rows less their mean m, with the eigenvalue v and its eigenvector u: rows lie
+    # at sqrt(v) u along the axis, whose direction, of length 1, is sum_i u_i (x_i - m) / sqrt(v).
+    _, vector = _largest_eigenvalue(products)
+    ordered = np.sort(vector)
+    moves = np.clip(vector, ordered[f], ordered[num_rows - f - 1]) - vector
+    by: Floats = np.eye(num_rows) + moves[:, None] * (vector - _total(vector) / num_rows)
+    return by
 
 
 def _bulyan(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
@@ -510,6 +564,7 @@ _LAWS: dict[type[RowRule], Callable[[Any, _MeasuredRows], tuple[_MeasuredRows, R
     GeometricMedian: _geometric_median,
     CentredClipping: _centred_clipping,
     CAF: _caf,
+    PrincipalAxis: _principal_axis,
     Bulyan: _bulyan,
     MinimumDiameter: _minimum_diameter,
     Robust: _robust,

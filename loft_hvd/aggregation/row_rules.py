@@ -26,7 +26,6 @@ from loft_hvd.aggregation.rules import (
     Median,
     Rule,
     RuleWithF,
-    TrimmedMean,
     outvoted,
 )
 from loft_hvd.errors import AggregationError, ArgumentError, ArgumentTypeError
@@ -43,6 +42,7 @@ __all__ = [
     "GeometricMedian",
     "MinimumDiameter",
     "MultiKrum",
+    "PrincipalAxis",
     "Robust",
     "RowRule",
     "check_is_ours",
@@ -335,19 +335,29 @@ class MinimumDiameter(RowRule, RuleWithF):
 
 
 @dataclass(frozen=True)
-class Robust(RowRule, RuleWithF):
-    """The advised rule: ``ARC(NNM(TrimmedMean(f)))``.
+class PrincipalAxis(RowRule, RuleWithF):
+    """The mean by weight of rows that are clipped, and winsorised along their principal axis.
 
-    Clipping bounds long rows, mixing shrinks the differences of honest rows, and the trimmed mean
-    drops what still lies outside.
+    Rows longer than the median length (of two middle ones the lower) shrink to it. The principal
+    axis is the one along which rows vary most: wrong rows that agree make rows vary in the
+    direction in which they pull. Along it the f lowest rows move to where the next one is, and so
+    do the f highest. All rows stay in the mean, so right rows that differ for good lose little. A
+    row that is not finite is left out, and counts as one of the f.
     """
+
+    name: ClassVar[str] = "principal_axis"
+
+
+@dataclass(frozen=True)
+class Robust(RowRule, RuleWithF):
+    """The advised rule: ``PrincipalAxis(f)``."""
 
     name: ClassVar[str] = "robust"
 
     @property
     def rule(self) -> RowRule:
         """What it stands for."""
-        return ARC(NNM(TrimmedMean(self.f)))
+        return PrincipalAxis(self.f)
 
 
 # Every rule that sees rows, by its name in text. A new one is added here; its law to mixing.py.
@@ -364,6 +374,7 @@ ROW_RULES: dict[str, type[RowRule]] = {
         CAF,
         Bulyan,
         MinimumDiameter,
+        PrincipalAxis,
         Robust,
     )
 }

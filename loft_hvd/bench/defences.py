@@ -54,6 +54,7 @@ DEFENCES = (
     "arc+caf",
     "minimum_diameter",
     "bulyan",
+    "arc+nnm+trimmed_mean",
     "arc+nnm+multi_krum",
     "arc+nnm+geometric_median",
     "arc+nnm+mean_around_median",

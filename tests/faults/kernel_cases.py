@@ -170,6 +170,7 @@ def _draw_rule(draw: np.random.Generator, rows: int) -> Rule:
         lambda: loft.GeometricMedian(f),
         lambda: loft.CentredClipping(f),
         lambda: loft.CAF(f),
+        lambda: loft.PrincipalAxis(f),
         lambda: loft.Bulyan(f // 2),
         lambda: loft.MinimumDiameter(min(f, 4)),
         lambda: loft.Robust(f),

@@ -142,6 +142,7 @@ def test_rows_mixed_by_a_common_weight_have_the_bits_of_the_definition(
         "geometric_median:f=2",
         "centred_clipping:f=2",
         "caf:f=2",
+        "principal_axis:f=2",
         "bulyan:f=1",
         "minimum_diameter:f=2",
         "clip:norm=2+phocas:f=1",

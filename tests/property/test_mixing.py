@@ -24,7 +24,13 @@ MOVING = [  # with every row that moves, the result does
     "nnm+multi_krum:f={f}",
     "bucketing:size=1+nnm+phocas:f={f}",
 ]
-TEXTS = [*MOVING, "arc+trimmed_mean:f={f}", "robust:f={f}", "nnm+arc+geometric_median:f={f}"]
+TEXTS = [
+    *MOVING,
+    "arc+trimmed_mean:f={f}",
+    "robust:f={f}",
+    "nnm+principal_axis:f={f}",
+    "nnm+arc+geometric_median:f={f}",
+]
 any_float = st.floats(width=32)
 seeds = st.integers(0, 2**32 - 1)
 

@@ -93,6 +93,25 @@ def caf(rows: Rows, f: int, weights: Any = 1.0) -> Rows:
     return mean
 
 
+def moved(rows: Rows, f: int) -> Rows:
+    """Return rows winsorised along their principal axis."""
+    away = rows - rows.mean(axis=0)
+    direction = np.linalg.svd(away, full_matrices=False)[2][0]
+    along = away @ direction
+    ordered = np.sort(along)
+    moves = np.clip(along, ordered[f], ordered[len(rows) - f - 1]) - along
+    found: Rows = rows + moves[:, None] * direction
+    return found
+
+
+def principal_axis(rows: Rows, f: int, weights: Any = None) -> Rows:
+    lengths = np.linalg.norm(rows, axis=1)
+    limit = np.sort(lengths)[(len(rows) - 1) // 2]
+    clipped = rows * np.minimum(1, limit / lengths)[:, None]
+    mean: Rows = np.average(moved(clipped, f), axis=0, weights=weights)
+    return mean
+
+
 def bucketed(rows: Rows, size: int) -> Rows:
     return np.array([rows[at : at + size].mean(axis=0) for at in range(0, len(rows), size)])
 
@@ -100,7 +119,10 @@ def bucketed(rows: Rows, size: int) -> Rows:
 CASES: list[tuple[str, Callable[[Rows, int], Rows]]] = [
     ("arc+trimmed_mean:f={f}", lambda rows, f: trimmed(arc(rows, f), f)),
     ("nnm+trimmed_mean:f={f}", lambda rows, f: trimmed(nnm(rows, f), f)),
-    ("robust:f={f}", lambda rows, f: trimmed(nnm(arc(rows, f), f), f)),
+    ("arc+nnm+trimmed_mean:f={f}", lambda rows, f: trimmed(nnm(arc(rows, f), f), f)),
+    ("principal_axis:f={f}", principal_axis),
+    ("robust:f={f}", principal_axis),
+    ("nnm+principal_axis:f={f}", lambda rows, f: principal_axis(nnm(rows, f), f)),
     ("nnm+arc+trimmed_mean:f={f}", lambda rows, f: trimmed(arc(nnm(rows, f), f), f)),
     ("clip:norm=2.0+nnm+multi_krum:f={f}", lambda rows, f: multi_krum(nnm(short(rows), f), f)),
     ("multi_krum:f={f}", multi_krum),
@@ -218,6 +240,41 @@ def test_a_filter_averages_by_what_it_left_of_the_weights() -> None:
     np.testing.assert_allclose(result, caf(rows, 2, np.array(weights)), rtol=1e-9)
 
 
+def test_moved_rows_are_averaged_by_weight() -> None:
+    rows, weights = some_rows(8, 19, seed=3), [1, 2, 1, 2, 1, 2, 1, 2]
+    result = loft.aggregate(rows, loft.PrincipalAxis(2), weights=weights)
+    np.testing.assert_allclose(result, principal_axis(rows, 2, weights), rtol=1e-9)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_row_that_is_lost_is_one_of_the_wrong_ones(lost: int) -> None:
+    rows = some_rows(9, 19, seed=3)
+    rows[:lost] = np.nan
+    result = loft.aggregate(rows, loft.PrincipalAxis(2))
+    lengths = np.linalg.norm(rows, axis=1)  # of lost rows NaN, which sorts as the longest
+    clipped = rows * np.fmin(1, np.sort(lengths)[4] / lengths)[:, None]
+    left = moved(clipped[lost:], 2 - lost).mean(axis=0)
+    np.testing.assert_allclose(result, left, rtol=1e-9)
+    rows[:3] = np.inf
+    assert not np.isfinite(loft.aggregate(rows, loft.PrincipalAxis(2))).any()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("turn", [0.0, 1.3])
+def test_wrong_rows_that_agree_or_split_stay_within_what_right_rows_vary(
+    seed: int, turn: float
+) -> None:
+    """Wrong rows may share a direction, or hide it behind one along which they vary more."""
+    source = np.random.default_rng(seed)
+    right = source.standard_normal((6, 30))
+    sent = np.array([10.0, 3.0, 1.0])[seed % 3] * source.standard_normal(30)
+    split = turn * np.linalg.norm(sent) * np.eye(30)[0]
+    rows = np.concatenate([right, [sent + split, sent - split]])
+    found = loft.aggregate(rows, loft.PrincipalAxis(2)) - right.mean(axis=0)
+    most = np.linalg.svd(right - right.mean(axis=0), compute_uv=False)[0] / 6**0.5
+    assert np.linalg.norm(found) <= most
+
+
 def test_a_filter_ends_where_a_row_without_weight_lies_far_away() -> None:
     # Measured against the far row's distance, the others would lose 1e-24 of their weight a round.
     rows = some_rows(8, 19, seed=3)
@@ -282,6 +339,7 @@ SURVIVING = [
     "centred_clipping:f={f}",
     "caf:f={f}",
     "arc+caf:f={f}",
+    "principal_axis:f={f}",
     "minimum_diameter:f={f}",
     "nnm+geometric_median:f={f}",
     "bucketing:size=1+nnm+phocas:f={f}",

@@ -22,6 +22,7 @@ RULES = [
     loft.GeometricMedian(2),
     loft.CentredClipping(1),
     loft.CAF(2),
+    loft.PrincipalAxis(2),
     loft.ARC(loft.CAF(1)),
     loft.Bulyan(1),
     loft.MinimumDiameter(3),
@@ -91,6 +92,7 @@ def test_a_function_of_the_users_is_not_stood_around() -> None:
         ("nnm+geometric_median:f=2", 5, 2),
         ("centred_clipping:f=2", 5, 2),
         ("caf:f=2", 5, 2),
+        ("principal_axis:f=2", 5, 2),
         ("arc+caf:f=2", 5, 2),
         ("bulyan:f=1", 7, 1),
         ("arc+bulyan:f=1", 7, 1),
@@ -130,6 +132,7 @@ NESTED = [
     "bucketing:size=2+nnm+bucketing:size=2+trimmed_mean:f=1",
     "nnm+bucketing:size=2+geometric_median:f=1",
     "arc+bucketing:size=3+multi_krum:f=1",
+    "bucketing:size=2+principal_axis:f=1",
 ]
 
 
