@@ -23,7 +23,7 @@ from loft_hvd.failures.progress import Progress, ProgressMeter
 
 __all__ = ["Observer"]
 
-_WAITED_S = 2.0  # a choice: who waits for that long looks at its connections
+_WAITED_S = 1.0  # a choice: who waits for that long looks at its connections, in 1.5 ms
 _MOST_READS = 64  # bound: each takes 64 kB at least, more than a kernel keeps for a link
 
 

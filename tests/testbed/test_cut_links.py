@@ -17,12 +17,13 @@ import pytest
 from tests.support.launch import Finished
 from tests.support.marks import long_first
 from tests.testbed.hosts import Testbed
+from tests.testbed.test_faults import LOADED_S
 from tests.testbed.test_lost_links import JOB, address_of, lose, run, wait_place
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(300)]
 
 HOSTS = ("host0", "host1", "host2")
-MOST_S = 15.0
+MOST_S = 15.0  # on idle cores
 SEED = 5
 
 
@@ -78,7 +79,7 @@ class RunCut:
 
     def ended(self) -> None:
         assert self.done.returncode not in (0, None), self.done.output[-9000:]
-        assert self.took_s <= MOST_S, self.done.output[-9000:]
+        assert self.took_s <= MOST_S + LOADED_S, self.done.output[-9000:]
 
 
 def run_cut(testbed: Testbed, folder: Path, what: str, cut: Cut, mesh: str = "auto") -> RunCut:

@@ -95,7 +95,7 @@ def test_only_who_waits_looks_and_tells(other: End) -> None:
     other.looks.ends = [IN_VAIN]
     other.observer.tell_ends()
     with other.meter.waiting():
-        other.clock.now = 1.9
+        other.clock.now = 0.9
         other.observer.tell_ends()
         assert (other.looks.asked, other.told()) == ([], [])
         other.clock.now = 10.0
