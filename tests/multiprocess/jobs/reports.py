@@ -32,7 +32,7 @@ def attached(rank: int, world_size: int) -> None:
     loft.attach(optimizer, loft.Balancer(8 * world_size, "report"))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for step in range(6):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        model.zero_grad(set_to_none=step % 2 == 0)
         if step == 3:
             scaler.scale(mse(model(x), y)).backward()
             optimizer.synchronize()
