@@ -526,6 +526,10 @@ def test_copying_ranks_get_nobody_into_quarantine(
     said = [record.getMessage() for record in watched]
     assert said
     assert all("100% equal another worker's bit for bit" in line for line in said), said
+    # They may read the same data, and that is asked first.
+    ranks = {3: "0 and 2", 4: "0 and 3", 5: "0, 3 and 4"}[world_size]
+    asks = f"do ranks {ranks} read the same data? rank "
+    assert any(line.startswith(asks) for line in said), said
 
 
 def test_a_rank_that_copies_one_bucket_and_is_far_off_in_the_other_is_held() -> None:

@@ -110,11 +110,15 @@ def _tell_judgement(known: WorkerState, rule: Rule) -> str:
     )
 
 
-def _tell_copies(share: float, *, is_told: bool) -> str:
-    """Say that a worker's values are found twice; which of the two was first nobody can know."""
-    if share < 0.005 or is_told:
+def _tell_copies(share: float, *, is_asked: bool) -> str:
+    """Say that a worker's values are found twice; which of the two was first nobody can know.
+
+    ``is_asked``: whether it is asked already if both read the same data.
+    """
+    if share < 0.005:
         return ""
-    return f"; {share:.0%} equal another worker's bit for bit: one of them copies the other"
+    why = "" if is_asked else ": one of them copies the other"
+    return f"; {share:.0%} equal another worker's bit for bit{why}"
 
 
 class WorkerWatch:
@@ -272,7 +276,7 @@ class WorkerWatch:
                 _tell_judgement(known, self._rule),
                 known.num_non_finite,
                 known.distance**0.5,
-                _tell_copies(known.share_copied, is_told=bool(question)),
+                _tell_copies(known.share_copied, is_asked=bool(question)),
             )
         if self._quarantine is not None:
             self._hold(self._quarantine)

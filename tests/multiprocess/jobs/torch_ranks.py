@@ -167,20 +167,11 @@ def spread(world_size: int) -> None:
 
 
 def same_data(world_size: int) -> None:
-    """Train with a sampler that two ranks have in common, under every rule and the mean."""
+    """Train with a sampler that two ranks have in common, under rules of each kind."""
     pair = [0, world_size - 1]
     f = (world_size - 1) // 4 or 1
-    rules = [
-        loft.Mean(),
-        loft.Median(),
-        loft.TrimmedMean(f),
-        loft.MeanAroundMedian(f),
-        loft.Phocas(f),
-        loft.Robust(f),
-        loft.GeometricMedian(f),
-        loft.CentredClipping(f),
-        loft.MinimumDiameter(f),
-    ]
+    # The other rules: tests/unit/test_same_data.py.
+    rules = [loft.Mean(), loft.Median(), loft.TrimmedMean(f), loft.Robust(f)]
     for rule in rules:
         for is_shared in (True, False):
             model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
@@ -188,7 +179,7 @@ def same_data(world_size: int) -> None:
             model.register_comm_hook(None, hook)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
             reader = pair[0] if is_shared and dist.get_rank() in pair else dist.get_rank()
-            for step in range(30):
+            for step in range(26):  # DDP lays its buckets out anew after the first
                 optimizer.zero_grad()
                 x, y = own_batch(reader, step, 4)
                 torch.nn.functional.mse_loss(model(x), y).backward()
