@@ -652,7 +652,7 @@ def _check_no_indices(dataset: object) -> None:
     numbers = np.asarray(dataset)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         return
-    if not np.array_equal(np.sort(numbers), np.arange(len(numbers))):
+    if not np.array_equal(numbers, np.arange(len(numbers))):
         raise ArgumentTypeError(
             f"the data set is a {type(dataset).__name__} of {len(numbers)} whole numbers from "
             f"{numbers.min()} to {numbers.max()}, of which places would be drawn. If they are "

@@ -82,8 +82,8 @@ MUTANTS = (
     Mutant(
         "nearest-neighbour mixing takes rows - f rows",
         "aggregation/mixing.py",
-        'kind="stable")[:, : num_rows - rule.f]',
-        'kind="stable")[:, : num_rows - rule.f + 1]',
+        'kind="stable")[:, : num_rows - f]',
+        'kind="stable")[:, : num_rows - f + 1]',
         ("unit/test_mixing.py", "unit/test_known_answers.py", "property/test_mixing.py"),
     ),
     Mutant(
@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "a parameter of two optimizers lives in neither's bucket",
         "pipeline/gradients.py",
-        "if len(_holders()[id(parameter)]) > 1:",
-        "if len(_holders()[id(parameter)]) > 2:",
+        "return len(_holders()[id(self._parameters[index])]) > 1",
+        "return len(_holders()[id(self._parameters[index])]) > 2",
         ("unit/test_gradients.py", "unit/test_reducer.py", "unit/test_wrapper.py"),
     ),
     Mutant(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from torchmetrics import MeanMetric
 
 import loft_hvd as loft
 
@@ -24,6 +25,8 @@ ENGINE = sys.argv[1]
 BATCH, WIDTH, INTERVAL, NUM_STEPS = 12, 64, 10, 48
 OWN_S, SLOW_S = 0.5e-3, 4e-3  # of a sample
 CASES = [("fetch", "sum"), ("forward", "average"), ("backward", "metric"), ("forward", "later")]
+if ENGINE == "ddp":
+    CASES += [("forward", "torchmetrics")]  # it knows torch.distributed alone
 
 
 class Slow(torch.autograd.Function):
@@ -124,11 +127,20 @@ def run(where: str | None, way: str) -> dict[str, Any]:
         metric.update(value, 1)
         return metric.avg
 
+    mean = MeanMetric()
+
+    def by_torchmetrics(value: Tensor) -> Tensor:
+        mean.update(value)
+        total: Tensor = mean.compute()  # waits in a barrier and an all-gather
+        mean.reset()
+        return total
+
     ways: dict[str, Callable[[Tensor], object]] = {
         "sum": summed,
         "later": later,
         "average": lambda value: loft.average(float(value), 1),
         "metric": by_metric,
+        "torchmetrics": by_torchmetrics,
     }
     named: list[str] = []
     for step, x in enumerate(loader):
