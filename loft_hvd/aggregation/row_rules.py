@@ -9,7 +9,8 @@ Papers: NNM, Allouah et al., AISTATS 2023 (arXiv 2302.01772); ARC, Allouah et al
 2405.14432); bucketing and centred clipping, Karimireddy et al., ICLR 2022 and ICML 2021 (arXiv
 2006.09365, 2012.10333); Krum, Blanchard et al., NeurIPS 2017 (arXiv 1703.02757); geometric median,
 Pillutla et al., 2019 (arXiv 1912.13445); Bulyan and the minimum diameter, El Mhamdi et al., ICML
-2018 (arXiv 1802.07927); CAF, Allouah et al., ICML 2025 (arXiv 2505.01874).
+2018 (arXiv 1802.07927); CAF, Allouah et al., ICML 2025 (arXiv 2505.01874). ``PrincipalAxis`` is of
+this project.
 """
 
 from __future__ import annotations
