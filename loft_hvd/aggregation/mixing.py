@@ -467,7 +467,9 @@ def _principal_axis(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule
     f = rule.f - (num_rows - len(kept))  # wrong rows that may be among those kept
     if f < 0:
         return _mean_of(rows, np.arange(num_rows))  # more rows than f are lost, and so is the sum
-    clipped = _clipped(rows, float(np.sort(rows.lengths)[(num_rows - 1) // 2]))
+    # Where no row is wrong this is the mean.
+    longest = (num_rows if rule.f == 0 else (num_rows + 1) // 2) - 1
+    clipped = _clipped(rows, float(np.sort(rows.lengths)[longest]))
     near = rows.near
     if near is None:  # what this rule mixes leaves nobody out, so it does not say who is far away
         near = _product(_neighbourhoods(clipped, rule.f), clipped.matrix) != 0

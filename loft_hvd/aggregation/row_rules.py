@@ -343,7 +343,7 @@ class PrincipalAxis(RowRule, RuleWithF):
     axis is the one along which rows vary most: wrong rows that agree make rows vary in the
     direction in which they pull. Along it the f lowest rows move to where the next one is, and so
     do the f highest. All rows stay in the mean, so right rows that differ for good lose little. A
-    row that is not finite is left out, and counts as one of the f.
+    row that is not finite is left out, and counts as one of the f. With f = 0 it is the mean.
     """
 
     name: ClassVar[str] = "principal_axis"

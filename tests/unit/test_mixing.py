@@ -107,7 +107,7 @@ def moved(rows: Rows, f: int) -> Rows:
 def principal_axis(rows: Rows, f: int, weights: Any = None) -> Rows:
     lengths = np.linalg.norm(rows, axis=1)
     limit = np.sort(lengths)[(len(rows) - 1) // 2]
-    clipped = rows * np.minimum(1, limit / lengths)[:, None]
+    clipped = rows * np.minimum(1, limit / lengths)[:, None] if f else rows
     mean: Rows = np.average(moved(clipped, f), axis=0, weights=weights)
     return mean
 
