@@ -471,3 +471,21 @@ def test_twins_have_names_of_their_own(rule: loft.Rule) -> None:
                 optimizer.synchronize()
             for model in models:
                 torch.testing.assert_close(grads_of(model), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_ranks_on_the_same_data_are_named_and_who_sent_nan_into_a_mean(rule: loft.Rule) -> None:
+    model, pair = make_model(), [0, hvd.size() - 1]
+    optimizer = wrapped(model, "sgd", rule)
+    reader = 0 if hvd.rank() in pair else hvd.rank()
+    for step in range(1, 31):
+        optimizer.zero_grad()
+        random = torch.Generator().manual_seed(1000 * step + reader)
+        x, y = torch.randn(4, 6, generator=random), torch.randn(4, 2, generator=random)
+        loss = F.mse_loss(model(x), y)
+        (loss * (torch.nan if (hvd.rank(), step) == (pair[1], 30) else 1.0)).backward()
+        optimizer.step()
+    report = optimizer.report()
+    assert [list(group.ranks) for group in report.same_data] == [pair]
+    lost = [(each.step, each.ranks, each.parameter[:2]) for each in report.not_finite]
+    assert lost == ([(30, (pair[1],), "2.")] if isinstance(rule, loft.Mean) else [])
