@@ -374,10 +374,11 @@ class Balancer(NeverCopied):
 
             balancer.weigh(loss).backward()
 
-        Gradients then count every sample the same wherever they cross ranks, and nothing weighs
-        them again: neither ``DistributedOptimizer``, ``attach`` and ``ddp_hook``, nor need a plain
-        all-reduce, ``DistributedDataParallel`` or FSDP2, which average over ranks. Weigh all
-        losses of a training, or none. ``SyncBatchNorm`` is exact without it.
+        Gradients then count every sample the same wherever they cross ranks, and
+        ``DistributedOptimizer``, ``attach`` and ``ddp_hook`` do not weigh them again. Plain
+        ``DistributedDataParallel``, FSDP2 or an all-reduce that averages over ranks need nothing
+        else; there call it once a batch, as nothing else says that it is trained. Weigh all losses
+        of a training, or none. ``SyncBatchNorm`` is exact without it, under the first three.
 
         Args:
             loss: the mean over this rank's samples of the batch, or of the next micro-batch; not
@@ -396,13 +397,15 @@ class Balancer(NeverCopied):
         """
         if not isinstance(loss, Tensor):
             raise ArgumentTypeError(f"weigh: loss is a {type(loss).__name__}, and must be a tensor")
+        # Nobody else may ask for this batch, as under plain DDP.
+        batch = self.forward_sizes() if self._is_plugged else self._batches.pass_on(self.history)
         if num_samples is not None:
-            self._count_samples(num_samples)
-        factor = self._batches.weigh(self.forward_sizes(), rank=self.rank)
+            batch = self._counted(batch, num_samples)
+        factor = self._batches.weigh(batch, rank=self.rank)
         return loss if factor == 1.0 else loss * factor
 
-    def _count_samples(self, num_samples: int) -> None:
-        """Let the batch's sizes be what ranks' losses are over."""
+    def _counted(self, batch: StepSizes, num_samples: int) -> StepSizes:
+        """Let a batch's sizes be what ranks' losses are over, and return them."""
         if not isinstance(num_samples, int) or isinstance(num_samples, bool):
             raise ArgumentTypeError(f"weigh: num_samples={num_samples!r} must be a whole number")
         if self.splits:
@@ -411,7 +414,6 @@ class Balancer(NeverCopied):
                 "ranks compute theirs in parts; drop samples before they are in the data set"
             )
         self.counts_samples = True
-        batch = self.forward_sizes()
         planned = batch.planned or batch.sizes
         most = planned[self.rank]
         if num_samples < 0 or (num_samples > most > 0):
@@ -424,8 +426,16 @@ class Balancer(NeverCopied):
         counts = channel.allgather_rows(torch.tensor([num_samples]))[:, 0].tolist()
         # The plan caps what a rank says of itself.
         real = tuple(max(0, min(count, cap)) for count, cap in zip(counts, planned, strict=True))
-        if any(real):  # else whatever they weigh is of no sample
-            self._batches.recount(batch, replace(batch, sizes=real, planned=planned))
+        if not any(real):  # whatever they weigh is of no sample
+            return batch
+        counted = replace(batch, sizes=real, planned=planned)
+        if not self._batches.recount(batch, counted) and self._is_plugged and real != batch.sizes:
+            raise UsageError(
+                f"weigh: the losses of step {batch.step} are over {list(batch.sizes)} samples in "
+                f"one backward pass and over {list(real)} in another: gradients of a batch have "
+                "one weight; add losses up, or drop samples before they are in the data set"
+            )
+        return counted
 
     def exclude(self) -> AbstractContextManager[None]:
         """Leave what runs inside (evaluation, checkpoints) out of all times."""

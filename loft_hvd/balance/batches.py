@@ -123,6 +123,8 @@ class BatchQueue:
             self.guess = "" if self._is_own else _OTHER_LOADER
         self._is_own = is_own
         self._waiting.append(step_sizes)
+        if self._num_ahead is None and len(self._waiting) > _MOST_AHEAD + self.num_passes + 1:
+            self.arrivals.pop(self._waiting.popleft().step, None)  # it is the newest that is meant
         if self.trained is None:
             self._num_begun += 1
         is_ahead = len(self._waiting) > 1 and self._num_ahead != 0
@@ -212,12 +214,28 @@ class BatchQueue:
         num_waiting = len(self._waiting)
         return num_waiting - 1 if num_waiting <= _MOST_AHEAD + self.num_passes else 0
 
-    def recount(self, planned: StepSizes, real: StepSizes) -> None:
-        """Let a batch that no backward pass has taken have the sizes of what it really holds."""
+    def pass_on(self, plans: Sequence[Plan]) -> StepSizes:
+        """Return the batch whose loss is there, where no backward pass takes it: it is done."""
+        batch = self._pending.popleft() if self._pending else self._next_in_turn()
+        if batch is None:
+            return self.upcoming(plans)
+        self.arrivals.pop(batch.step, None)
+        self.guess = ""
+        self._current = batch
+        return batch
+
+    def recount(self, planned: StepSizes, real: StepSizes) -> bool:
+        """Let a batch that no backward pass has taken have the sizes of what it really holds.
+
+        Returns:
+            Whether there is such a batch.
+        """
         for queue in (self._pending, self._waiting):
             for at, each in enumerate(queue):
                 if each is planned:
                     queue[at] = real
+                    return True
+        return False
 
     def weigh(self, sizes: StepSizes, *, rank: int) -> float:
         """Return by what a batch's loss is weighed: n x_i / X, of a micro-batch's its part of it.

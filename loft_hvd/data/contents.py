@@ -14,6 +14,9 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
+
 __all__ = ["content_of"]
 
 _MOST_SETS = 64  # a choice: data sets around, or beside, one another
@@ -48,8 +51,11 @@ def _sets(dataset: object) -> Iterator[dict[str, Any]]:
 
 def _items(items: Any) -> Iterator[str]:
     """Yield what tells the entries of a list, evenly over it; nothing of what may be anything."""
-    is_list = isinstance(items, list | tuple | range) or getattr(items, "ndim", 0) == 1
-    if not is_list or len(items) == 0:
+    if hasattr(items, "to_numpy"):  # pandas, whose items are found by label
+        items = items.to_numpy()
+    if isinstance(items, np.ndarray | torch.Tensor):
+        items = items if items.ndim == 1 else ()
+    if not isinstance(items, list | tuple | range | np.ndarray | torch.Tensor) or not len(items):
         return
     yield str(len(items))
     for at in range(0, len(items), -(-len(items) // _MOST_ITEMS)):
@@ -60,4 +66,4 @@ def _items(items: Any) -> Iterator[str]:
             yield os.path.basename(os.fspath(item))  # folders may be others on each host
         else:
             with contextlib.suppress(TypeError):
-                yield str(operator.index(item))
+                yield str(operator.index(item))  # type: ignore[arg-type]  # else a TypeError

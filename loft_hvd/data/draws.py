@@ -27,6 +27,7 @@ __all__ = [
     "EpochSettings",
     "PlanView",
     "WeightedDraws",
+    "Weights",
     "check_weights",
     "count_steps",
     "draw_epoch",
@@ -74,7 +75,7 @@ class WeightedDraws:
     """Samples drawn with replacement, each as often as its weight says.
 
     Attributes:
-        ends: running sums of the weights, [num_samples], the largest of which is 1.
+        ends: running sums of the weights, as shares of the largest one, [num_samples].
         num_draws: samples of an epoch, >= 0.
     """
 

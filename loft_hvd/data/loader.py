@@ -47,6 +47,7 @@ __all__ = ["DataLoader", "FetchingDataset", "Request", "TimedCollate", "WorkerIn
 
 _logger = logging.getLogger(__name__)
 START_LIMIT_S = 10.0  # a child takes milliseconds, on a crowded machine a second
+_MOST_LENGTHS = 1000  # a choice: a look at all of them in each batch takes 0.1 ms
 _MANY_LENGTHS = 4  # different ones of batches, all too short; a choice
 _TRIES = 4  # 1 fork in 600 is stuck, measured by a script that forks beside Horovod
 
@@ -272,8 +273,9 @@ class DataLoader(PlannedLoader):
             settings, self._view, keeper=keeper, given=given, content=content_of(dataset)
         )
         self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
-        # Of batches and their tensors, as far as seen; None once it was told that they differ.
+        # Of batches and their tensors, as far as seen; None once nothing more is to be told.
         self._lengths: set[tuple[int, int]] | None = set()
+        self._seeds = torch.Generator()  # of loader processes, where the script gives none
         self._feed = _Feed(self._batches)
         feed: Any = self._feed  # torch expects lists of samples; requests carry more
         collate: Any = TimedCollate(self.collate_fn)
@@ -286,7 +288,7 @@ class DataLoader(PlannedLoader):
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             worker_init_fn=WorkerInit(worker_init_fn),
-            generator=generator or _generator_of(self._view.rank),
+            generator=generator or self._seeds,
             timeout=timeout,
             multiprocessing_context=sure_fork(multiprocessing_context, num_workers=num_workers),
         )
@@ -321,6 +323,9 @@ class DataLoader(PlannedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         iteration = self._begin_iteration()
+        # As torch seeds loader processes: one draw an iteration; and by rank.
+        drawn = int(torch.empty((), dtype=torch.int64).random_())
+        self._seeds.manual_seed((drawn + self._view.rank) % 2**63)
         if isinstance(self._view, EvaluationView):
             self._balancer.leave_step_out()
             self._view.begin()
@@ -365,6 +370,9 @@ class DataLoader(PlannedLoader):
         (length,) = lengths
         # A tensor's first dimension is its samples if it was all of them once, or is any number of
         # them at most; else it is another one.
+        if length > planned or len(self._lengths) > _MOST_LENGTHS:
+            self._lengths = None
+            return
         self._lengths.add((length, planned))
         is_length = any(each == most for each, most in self._lengths) or (
             len(self._lengths) > _MANY_LENGTHS and all(each < most for each, most in self._lengths)
@@ -415,12 +423,6 @@ class DataLoader(PlannedLoader):
         self._next_step = self._resumed_step = loaded.step
         self._position = loaded.position
         self._forget_pending()
-
-
-def _generator_of(rank: int) -> torch.Generator:
-    """Return what seeds a rank's loader processes, where the script does not say."""
-    drawn = int(torch.empty((), dtype=torch.int64).random_())
-    return torch.Generator().manual_seed((drawn + rank) % 2**63)
 
 
 def _tensors(batch: Any, depth: int = 3) -> Iterator[torch.Tensor]:

@@ -56,7 +56,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 _MOST_WRAPPERS = 8  # a choice: data sets around one another
-_MOST_KEPT = 64  # bound: a loop fetches fewer batches ahead (``balance.batches``)
+_MOST_KEPT = 64  # a choice: a state tells so many batches that were fetched ahead
 
 
 class PlanSource(PlanView, Protocol):
@@ -256,7 +256,7 @@ class PlannedLoader(NeverCopied):
         if num_waiting >= len(self._stands):
             raise UsageError(
                 f"state_dict: {num_waiting} batches were fetched ahead and are not trained, the "
-                "first of them of the epoch before; save once that one is trained"
+                "first of them of the epoch before, or too many; save when fewer wait"
             )
         return self._stands[-1 - num_waiting]
 

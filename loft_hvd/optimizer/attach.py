@@ -98,7 +98,8 @@ class Attachment:
 
     def _arrived(self, parameter: Tensor) -> None:
         self._balancer.gradient_arrived(blocked_s=0.0)  # Horovod's own hooks do not wait
-        self._untouched.note(self._names.get(parameter, "without a name"), parameter)
+        if self._num_seen.get(id(parameter), 0) == self._num_passes:  # it is on its way
+            self._untouched.note(self._names.get(parameter, "without a name"), parameter)
 
     def _weigh(self, key: int, gradient: Tensor) -> Tensor | None:
         """Scale a gradient so that Horovod's average over ranks weighs every sample the same."""

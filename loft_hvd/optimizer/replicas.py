@@ -40,6 +40,8 @@ _ADVICE = (
 )
 
 
+# Where last bits differ, so may options that an optimizer computes itself, as D-Adaptation does.
+_SET_BY_SCRIPTS = ("lr", "momentum", "betas", "weight_decay")
 _OPTIONS_ADVICE = (
     "Ranks take one step together: give every rank the same options, and a scheduler that goes by "
     "a loss (ReduceLROnPlateau) one that is the same everywhere, loft.average(loss, count). Where "
@@ -168,7 +170,7 @@ class ReplicaCheck:
             f"option {key} of parameter group {number}": describe(value)
             for number, group in enumerate(self._optimizer.param_groups)
             for key, value in group.items()
-            if key != "params"
+            if key != "params" and (self._has_equal_copies or key in _SET_BY_SCRIPTS)
         }
         check_agreement(self._channel.sub("options"), options, what=what, advice=_OPTIONS_ADVICE)
         fields: dict[str, str] = {}

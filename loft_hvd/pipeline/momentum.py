@@ -286,6 +286,11 @@ class WorkerMomentum:
         if known is None and average is not None:
             self._averages[id(parameter)] = (parameter, average)
 
+    def has_average(self, parameter: Tensor) -> bool:
+        """Say whether a parameter's average is of more than zeros."""
+        known = self._averages.get(id(parameter))
+        return known is not None and bool(known[1].values.any())
+
     def memory_bytes(self) -> int:
         """Return the bytes of all averages."""
         return sum(average.nbytes for _, average in self._averages.values())

@@ -307,8 +307,12 @@ class GradientReducer:
 
     def _find_unused(self) -> frozenset[int]:
         """Return what no rank has a gradient of in this step."""
+        # What a rank sends of a parameter without a gradient may be its average over time.
+        averages = self._momentum
         has = [
-            each.grad is not None or index in self._sparse
+            each.grad is not None
+            or index in self._sparse
+            or (averages is not None and averages.has_average(each))
             for index, each in enumerate(self.parameters)
         ]
         return self._unused.agree(has, self._passes.weights().present)

@@ -18,6 +18,33 @@ from tests.support.training import make_data
 DATA = make_data(48)
 
 
+class Column:
+    """As a pandas Series whose labels are those of a table that it was chosen from."""
+
+    ndim = 1
+
+    def __init__(self, *values: str) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, label: int) -> str:
+        return dict(zip((3, 5, 8), self.values, strict=True))[label]
+
+    def to_numpy(self) -> Any:
+        return np.array(self.values, dtype=object)
+
+
+def test_a_column_of_a_table_is_read_by_place() -> None:
+    def of(*values: str) -> int:
+        dataset = Folder([])
+        dataset.paths = Column(*values)  # type: ignore[attr-defined]
+        return content_of(dataset)
+
+    assert of("a", "b", "c") == of("a", "b", "c") != of("b", "a", "c")
+
+
 class Folder(Dataset[Any]):
     """As torchvision's folders."""
 

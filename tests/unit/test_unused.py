@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,6 +119,29 @@ def test_what_one_rank_uses_is_averaged_with_zeros() -> None:
 
     # -1 in the first step, left alone in the second, and -1 + 0.5 * 1 in the third.
     assert run_ranks(3, work) == [[-1.5]] * 3
+
+
+@pytest.mark.parametrize("rule", [loft.Mean(), loft.Median()], ids=str)
+def test_an_average_over_time_goes_on_without_a_gradient(rule: loft.Rule) -> None:
+    def work(transport: LocalTransport) -> list[float]:
+        one, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+        named = [("one", one), ("other", other)]
+        inner = torch.optim.SGD([one, other], lr=1.0)
+        optimizer = loft.DistributedOptimizer(
+            inner, named, rule=rule, worker_momentum=0.5, transport=transport
+        )
+        places = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = one.sum() if step % 2 else one.sum() + 3 * other.sum()
+            loss.backward()
+            optimizer.step()
+            places.append(other.item())
+        return places
+
+    first, *later = run_ranks(3, work)
+    assert later == [first] * 2
+    assert all(after < before for before, after in itertools.pairwise([0.0, *first])), first
 
 
 def test_a_rank_without_samples_uses_nothing() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "FEWEST_WATCHED",
+    "NotFinite",
     "SameData",
     "SuspicionReport",
     "WorkerReport",
