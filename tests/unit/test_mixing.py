@@ -94,14 +94,18 @@ def caf(rows: Rows, f: int, weights: Any = 1.0) -> Rows:
 
 
 def moved(rows: Rows, f: int) -> Rows:
-    """Return rows winsorised along their principal axis."""
-    away = rows - rows.mean(axis=0)
-    direction = np.linalg.svd(away, full_matrices=False)[2][0]
-    along = away @ direction
-    ordered = np.sort(along)
-    moves = np.clip(along, ordered[f], ordered[len(rows) - f - 1]) - along
-    found: Rows = rows + moves[:, None] * direction
-    return found
+    """Return rows winsorised along their principal axes, f at most."""
+    for number in range(f):
+        away = rows - rows.mean(axis=0)
+        _, lengths, directions = np.linalg.svd(away, full_matrices=False)
+        variances = lengths**2
+        if number and variances[0] <= 6 * variances[1:].sum() / (len(rows) - 2):
+            break
+        along = away @ directions[0]
+        ordered = np.sort(along)
+        moves = np.clip(along, ordered[f], ordered[len(rows) - f - 1]) - along
+        rows = rows + moves[:, None] * directions[0]
+    return rows
 
 
 def principal_axis(rows: Rows, f: int, weights: Any = None) -> Rows:
@@ -257,6 +261,25 @@ def test_a_row_that_is_lost_is_one_of_the_wrong_ones(lost: int) -> None:
     np.testing.assert_allclose(result, left, rtol=1e-9)
     rows[:3] = np.inf
     assert not np.isfinite(loft.aggregate(rows, loft.PrincipalAxis(2))).any()
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(("n", "f"), [(5, 2), (8, 2), (10, 3), (16, 4)])
+def test_wrong_rows_that_pull_in_ways_of_their_own_do_not_outweigh_right_ones_that_agree(
+    n: int, f: int, seed: int
+) -> None:
+    """Whatever they send, as the distance to the right rows' mean goes with how these vary."""
+    source = np.random.default_rng(seed)
+    truth = source.standard_normal(30)
+    right = truth + 1e-3 * source.standard_normal((n - f, 30))
+    lengths = np.linalg.norm(truth) * source.uniform(0.0, 3.0, (f, 1))
+    ways = source.standard_normal((f, 30))
+    if seed % 3 == 0:  # away from one another, and from where the right ones pull
+        ways[1] = -ways[0] + 0.3 * source.standard_normal(30)
+    sent = lengths * ways / np.linalg.norm(ways, axis=1, keepdims=True) + (seed % 2) * truth
+    found = loft.aggregate(np.concatenate([sent, right]), loft.PrincipalAxis(f))
+    spread = np.linalg.norm(right - right.mean(axis=0), axis=1).max()
+    assert np.linalg.norm(found - right.mean(axis=0)) <= 3 * spread
 
 
 @pytest.mark.parametrize("seed", range(20))
