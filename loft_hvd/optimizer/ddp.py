@@ -25,6 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -429,7 +430,10 @@ class DDPHook(NeverCopied):
         if passes.sends_zeros(rule):
             values.zero_()
         if self._judgement is not None:
-            self._judgement.packed(bucket, values, rule)
+            # In DDP's first pass a bucket has its parameters in the model's order; later in that in
+            # which gradients come.
+            back = bucket if self._is_looked_at else replace(bucket, slots=bucket.slots[::-1])
+            self._judgement.packed(back, values, rule)
         return passes.row_weights(rule)
 
     def _finish(self) -> None:

@@ -187,9 +187,11 @@ class OptimizerProxy(_Optimizer):
             return
         self._is_stepped = True
         state = self._optimizer.state
-        is_new = all(_is_unstepped(entry) for entry in state.values())
-        if is_new or (self._made_up and self._made_up == _marks_of(state)):
+        if self._made_up and self._made_up == _marks_of(state):
             state.clear()
+        # One by one: ranks compare what is left, and of one entry that differs name that.
+        for parameter in [each for each, entry in state.items() if _is_unstepped(entry)]:
+            del state[parameter]
 
 
 def _is_unstepped(entry: Mapping[str, Any]) -> bool:

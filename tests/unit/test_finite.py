@@ -111,7 +111,10 @@ def train(
         if hook is not None:
             parameters = [p for _, p in reversed(named)]
             given = {p: p.grad.flatten() for p in parameters if p.grad is not None}
-            reduced = backward(hook, [parameters[:2], parameters[2:]], given)
+            layout = [parameters[:2], parameters[2:]]
+            if step == 1:  # as DDP's own before it knows in which order gradients come
+                layout = [each[::-1] for each in layout]
+            reduced = backward(hook, layout, given)
             for parameter, gradient in reduced.items():
                 parameter.grad = gradient.view_as(parameter)
         optimizer.step()

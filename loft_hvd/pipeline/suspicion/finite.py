@@ -49,8 +49,11 @@ class FiniteWatch:
     # In the engine's thread.
 
     def packed(self, bucket: Bucket, values: Tensor) -> None:
-        """Look at what this rank is about to send of a bucket, [numel], and mark it if need be."""
-        slot = next((slot for slot in bucket.slots if slot.numel), None)
+        """Look at what this rank is about to send of a bucket, [numel], and mark it if need be.
+
+        The bucket's slots are in the order of the backward pass.
+        """
+        slot = next((slot for slot in bucket.slots if slot.numel and slot.offset == 0), None)
         if slot is None:
             return
         self._firsts[bucket.index] = slot.parameter
