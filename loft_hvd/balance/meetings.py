@@ -12,13 +12,15 @@ collectives that are called in a backward pass whose loss was not are told of, o
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -62,13 +64,29 @@ class _Weighed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.function, name)
 
-    def apply(self, input: Tensor, *others: Any) -> Tensor:
-        """Return what the function returns, with gradients weighed inside it."""
+    def apply(self, *given: Any) -> Tensor:
+        """Return what the function returns, with gradients weighed inside it.
+
+        ``given``: the input [samples, ...], weight and bias, and what else the function takes.
+        """
         apply: Callable[..., Tensor] = self.function.apply
         source = _followed()
         batch = None if source is None else source.forward_sizes()
         if source is None or batch is None or len(set(batch.sizes)) == 1:
-            return apply(input, *others)
+            return apply(*given)
+        self._check(batch)
+        size = batch.sizes[source.rank]
+        if size == 0:
+            # What it adds is 0 and has a gradient, so that the others are met in both passes.
+            dummy: Tensor = given[0]
+            return dummy + apply(dummy[:0], *given[1:]).sum()
+        share, asked = size * len(batch.sizes) / batch.total, ref(source)
+        output = apply(*(_times(value, 1 / share, asked, batch) for value in given[:3]), *given[3:])
+        weighed: Tensor = _times(output, share, asked, batch)
+        return weighed
+
+    def _check(self, batch: StepSizes) -> None:
+        """Raise a UsageError, on all ranks alike, for sizes with which ranks would not meet."""
         if batch.num_micro:
             raise UsageError(
                 "a synchronised batch norm meets all ranks in each forward pass, and with "
@@ -81,47 +99,44 @@ class _Weighed:
                 f"{batch.step} are {list(batch.sizes)}: give each rank one at least (of an epoch's "
                 "last batch by drop_last=True), or take torch.nn.SyncBatchNorm"
             )
-        size = batch.sizes[source.rank]
-        if size == 0:
-            # What it adds is 0 and has a gradient, so that the others are met in both passes.
-            return input + apply(input[:0], *others).sum()
-        share = size * len(batch.sizes) / batch.total
-        asked, of = ref(source), batch
-
-        def times(factor: float) -> Callable[[Tensor], Tensor | None]:
-            def scaled(grad: Tensor) -> Tensor | None:
-                is_done = (alive := asked()) is None or alive.is_weighed(of)
-                return None if is_done else grad * factor
-
-            return scaled
-
-        def inside(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.requires_grad:
-                return value
-            value = value.view_as(value)
-            value.register_hook(times(1 / share))
-            return value
-
-        weight_and_bias, rest = others[:2], others[2:]
-        output = apply(inside(input), *map(inside, weight_and_bias), *rest)
-        if output.requires_grad:
-            output.register_hook(times(share))
-        return output
 
 
-class _Followed:
+def _times(value: Any, factor: float, asked: ref[ForwardSource], batch: StepSizes) -> Any:
+    """Return a value whose gradient is multiplied, unless the batch's loss was weighed."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+
+    def scaled(grad: Tensor) -> Tensor | None:
+        source = asked()
+        return None if source is None or source.is_weighed(batch) else grad * factor
+
+    value = value.view_as(value)  # it may have other consumers
+    value.register_hook(scaled)
+    return value
+
+
+@dataclass
+class _State:
+    """Of this process: whose batches forward passes are of, and what was told."""
+
     source: ref[ForwardSource] | None = None
-    has_told = False
-    weighed: ClassVar[set[CodeType]] = set()  # backward passes of functions that are exact
+    has_told: bool = False
+    exact: set[CodeType] = field(default_factory=set)  # backward passes of functions that are so
+
+
+@functools.cache
+def _state() -> _State:
+    return _State()
 
 
 def _followed() -> ForwardSource | None:
-    return None if _Followed.source is None else _Followed.source()
+    source = _state().source
+    return None if source is None else source()
 
 
 def follow(source: ForwardSource) -> None:
     """Let forward passes from here on be those of this balancer's batches."""
-    _Followed.source = ref(source)
+    _state().source = ref(source)
 
 
 def weigh_meetings() -> None:
@@ -137,11 +152,11 @@ def weigh_meetings() -> None:
 
 def _met(frame: FrameType) -> None:
     source = _followed()
-    if _Followed.has_told or source is None:
+    if _state().has_told or source is None:
         return
     batch = source.forward_sizes()
     if len(set(batch.sizes)) > 1 and (place := unweighed_meeting(frame)) is not None:
-        _Followed.has_told = True
+        _state().has_told = True
         warnings.warn(
             f"rank {source.rank}: ranks meet in the backward pass, at {place}, and the sizes of "
             f"step {batch.step} are {list(batch.sizes)}: gradients that cross ranks there count "
@@ -160,7 +175,7 @@ def unweighed_meeting(frame: FrameType) -> str | None:
     if source is None or source.is_weighed(source.forward_sizes()):
         return None
     callers = list(_callers(frame))
-    if any(each.f_code in _Followed.weighed for each in callers):
+    if any(each.f_code in _state().exact for each in callers):
         return None
     for each in callers:
         file = each.f_code.co_filename
@@ -180,5 +195,5 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 def _stand_in(module: Any, name: str, takes_none: bool) -> None:
     function = getattr(module, name)
     if not isinstance(function, _Weighed):
-        _Followed.weighed.add(function.backward.__code__)
+        _state().exact.add(function.backward.__code__)
         setattr(module, name, _Weighed(function, takes_none=takes_none))
