@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from loft_hvd.report.verdict import judge
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.ddp_buckets import Bucket
 
 NUM_STEPS, NUM_VALUES = 50, 512
 CASES = pytest.mark.parametrize(
@@ -188,31 +188,6 @@ def test_among_ranks_apart_the_report_says_that_flipped_gradients_name_nobody(
     assert sentence.startswith("Ranks draw from different data: a worker that sends its gradients")
 
 
-@dataclass
-class Bucket:
-    """What DDP gives its hook."""
-
-    members: list[torch.nn.Parameter]
-    values: torch.Tensor
-    at: int
-    of: int
-
-    def buffer(self) -> torch.Tensor:
-        return self.values
-
-    def index(self) -> int:
-        return self.at
-
-    def is_last(self) -> bool:
-        return self.at == self.of - 1
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return self.members
-
-    def gradients(self) -> list[torch.Tensor]:
-        return list(self.values.split([each.numel() for each in self.members]))
-
-
 def train_buckets(
     transport: LocalTransport, *, rule: loft.Rule, own: float, log_dir: Path, cuts: list[list[int]]
 ) -> None:
@@ -232,7 +207,7 @@ def train_buckets(
         with balancer.step(1):
             for at, values in enumerate(gradient.split([200 * size for size in sizes])):
                 members, left = left[: sizes[at]], left[sizes[at] :]
-                bucket: Any = Bucket(members, values, at, len(sizes))
+                bucket: Any = Bucket(at, len(sizes), members, values)
                 hook(None, bucket)
 
 
