@@ -116,7 +116,7 @@ def _times(value: Any, factor: float, asked: ref[ForwardSource], batch: StepSize
 
 
 @dataclass
-class _State:
+class _Following:
     """Of this process: whose batches forward passes are of, and what was told."""
 
     source: ref[ForwardSource] | None = None
@@ -125,18 +125,18 @@ class _State:
 
 
 @functools.cache
-def _state() -> _State:
-    return _State()
+def _following() -> _Following:
+    return _Following()
 
 
 def _followed() -> ForwardSource | None:
-    source = _state().source
+    source = _following().source
     return None if source is None else source()
 
 
 def follow(source: ForwardSource) -> None:
     """Let forward passes from here on be those of this balancer's batches."""
-    _state().source = ref(source)
+    _following().source = ref(source)
 
 
 def weigh_meetings() -> None:
@@ -152,11 +152,11 @@ def weigh_meetings() -> None:
 
 def _met(frame: FrameType) -> None:
     source = _followed()
-    if _state().has_told or source is None:
+    if _following().has_told or source is None:
         return
     batch = source.forward_sizes()
     if len(set(batch.sizes)) > 1 and (place := unweighed_meeting(frame)) is not None:
-        _state().has_told = True
+        _following().has_told = True
         warnings.warn(
             f"rank {source.rank}: ranks meet in the backward pass, at {place}, and the sizes of "
             f"step {batch.step} are {list(batch.sizes)}: gradients that cross ranks there count "
@@ -175,7 +175,7 @@ def unweighed_meeting(frame: FrameType) -> str | None:
     if source is None or source.is_weighed(source.forward_sizes()):
         return None
     callers = list(_callers(frame))
-    if any(each.f_code in _state().exact for each in callers):
+    if any(each.f_code in _following().exact for each in callers):
         return None
     for each in callers:
         file = each.f_code.co_filename
@@ -195,5 +195,5 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 def _stand_in(module: Any, name: str, takes_none: bool) -> None:
     function = getattr(module, name)
     if not isinstance(function, _Weighed):
-        _state().exact.add(function.backward.__code__)
+        _following().exact.add(function.backward.__code__)
         setattr(module, name, _Weighed(function, takes_none=takes_none))
