@@ -1,10 +1,11 @@
-"""Horovod's own ImageNet example, converted as the docs say, with unequal sub-batches.
+"""Horovod's own ImageNet example, converted as the docs say: unequal sub-batches, and a slow rank.
 
 The example is in Horovod's repository alone: ``HOROVOD_SOURCE`` names a folder with v0.28.1 of it.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,19 @@ def edited(text: str, edits: dict[str, str]) -> str:
     return text
 
 
-def train(script: Path) -> Finished:
-    options = ["--batch-size", "8", "--batches-per-allreduce", "3", "--epochs", "2", "--no-cuda"]
+# One rank takes longer for each batch, before the metrics that all ranks average.
+SLOW = {
+    "6 * args.batch_size, policy=[24, 16, 8]": '3 * args.batch_size, policy="report", interval=8',
+    "                output = model(data_batch)\n": (
+        "                __import__('time').sleep(0.3 if hvd.rank() == 2 else 0.05)\n"
+        "                output = model(data_batch)\n"
+    ),
+}
+
+
+def train(script: Path, *, passes: int = 3, epochs: int = 2) -> Finished:
+    options = ["--batch-size", "8", "--batches-per-allreduce", f"{passes}", "--no-cuda"]
+    options += ["--epochs", f"{epochs}"]
     folders = ["--train-dir", "train", "--val-dir", "validation"]
     checkpoint = ["--checkpoint-format", str(script.with_name("checkpoint-{epoch}.pt"))]
     arguments = [EXAMPLE_JOB, str(script), *options, *folders, *checkpoint]
@@ -101,3 +113,13 @@ def test_horovods_imagenet_example_runs_after_the_change_that_the_error_tells(
     done.succeeded()
     assert done.output.count("trained") == 3
     assert script.with_name("checkpoint-2.pt").exists()
+
+
+def test_horovods_imagenet_example_names_the_rank_that_is_slow(script: Path) -> None:
+    """Its metrics average over all ranks before ``backward``: fast ranks wait there."""
+    text = edited(script.read_text(encoding="utf-8"), SLOW)
+    told = "    print(f'rank {hvd.rank()} reads: {balancer.explain()}', flush=True)\n"
+    script.write_text(text + told, encoding="utf-8")
+    output = train(script, passes=1, epochs=3).succeeded()
+    assert len(re.findall(r"rank \d reads:", output)) == 3
+    assert set(re.findall(r"rank (\d is slow: \w+)", output)) == {"2 is slow: compute"}, output

@@ -53,14 +53,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str
 
 
 def submit(
-    environ: Mapping[str, str], folder: Path, name: str, text: str, *options: str
+    environ: Mapping[str, str], folder: Path, path: Path, text: str, *options: str
 ) -> tuple[int, str]:
-    """Run a batch script to its end; return its status and what it printed."""
+    """Run a batch script, by its path, to its end; return its status and what it printed."""
     script, output = folder / "train.py", folder / "job.out"
     script.write_text(text)
     command = ["sbatch", "--wait", "--nodes=1", "--time=00:02:00", f"--output={output}", *options]
     done = subprocess.run(
-        [*command, str(FOLDER / name), str(Path(sys.executable).parents[1]), str(script)],
+        [*command, str(path), str(Path(sys.executable).parents[1]), str(script)],
         env=environ_of_a_job({key: environ[key] for key in ("SLURM_CONF", "PATH")}),
         cwd=ROOT,
         capture_output=True,
@@ -89,13 +89,68 @@ def test_a_batch_script_trains_under_slurm(
 ) -> None:
     if name != "torchrun.sbatch" and not launcher_here("mpi"):
         pytest.skip("no mpirun on this machine")
-    status, output = submit(slurm, tmp_path, name, text, *options)
+    status, output = submit(slurm, tmp_path, FOLDER / name, text, *options)
     assert status == 0, output
     assert output.count("Verdict: the 2 ranks fit together") == 1, output
     assert sorted(re.findall(r"rank \d of 2 has finished, mean 0\.5", output)) == [
         "rank 0 of 2 has finished, mean 0.5",
         "rank 1 of 2 has finished, mean 0.5",
     ]
+
+
+ALONE = """
+import torch.distributed as dist
+import loft_hvd as loft
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+loft.ddp_hook(loft.Median())
+print("has finished, alone", flush=True)
+"""
+NO_ENGINE = """
+import loft_hvd as loft
+
+mean = loft.average(1.0, 1)
+print("has finished, mean", mean, flush=True)
+"""
+REFUSED = "srun has started this process as one of 2 ranks"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        (
+            HOROVOD_SCRIPT,
+            "HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo srun --ntasks=2 python {}",
+            REFUSED,
+        ),
+        (ALONE, "srun --ntasks=2 python {}", REFUSED),
+        (NO_ENGINE, "srun --ntasks=2 python {}", "a launcher has started this process as one of 2"),
+        (NO_ENGINE, "python {}", "has finished, mean 1.0"),
+        (ALONE, "srun --ntasks=1 python {}", "has finished, alone"),
+        (
+            TORCH_SCRIPT,
+            "srun --ntasks=1 torchrun --standalone --nproc-per-node=2 {}",
+            "rank 1 of 2 has finished, mean 0.5",
+        ),
+        (
+            HOROVOD_SCRIPT,
+            "srun --ntasks=1 horovodrun -np 2 --gloo python {}",
+            "rank 1 of 2 has finished, mean 0.5",
+        ),
+    ],
+    ids=["srun-horovod", "srun-torch", "srun-none", "plain", "one", "torchrun", "horovodrun"],
+)
+def test_ranks_of_an_allocation_meet_or_are_told(
+    slurm: Mapping[str, str], text: str, line: str, says: str, tmp_path: Path
+) -> None:
+    batch = tmp_path / "job.sbatch"
+    batch.write_text(f'#!/bin/bash\n. "$1/bin/activate"\n{line.format(chr(34) + "$2" + chr(34))}\n')
+    status, output = submit(slurm, tmp_path, batch, text, "--ntasks-per-node=2")
+    assert says in output, output
+    is_refused = "has started this process" in says
+    assert (status != 0) == is_refused, output
+    assert ("has finished" in output) != is_refused, output
 
 
 def run_with_mpirun(environment: Path, script: Path) -> subprocess.CompletedProcess[str]:
