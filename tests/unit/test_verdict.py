@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from loft_hvd.balance.interval import RankTimes
+from loft_hvd.errors import DataError
 from loft_hvd.pipeline.suspicion.report import NotFinite, SameData, WorkerReport
 from loft_hvd.report.entries import read_lines
 from loft_hvd.report.page import render_page
@@ -96,6 +97,14 @@ def test_the_first_nan_in_a_mean_comes_first_of_all() -> None:
     assert first_of_all.startswith("Step 7: gradients of rank 2 are not finite, ")
     assert "NaN in parameter 'fc.bias'. " in first_of_all
     assert not others
+
+
+def test_a_damaged_line_that_names_no_ranks_is_refused_by_its_number() -> None:
+    found = asdict(NotFinite(7, (2,), 4, "fc.bias", True)) | {"ranks": []}
+    group = asdict(SameData((0, 2), 4, num_steps=24, num_equal=23)) | {"ranks": [0]}
+    for line in ({"kind": "not_finite", "found": found}, {"kind": "same_data", "groups": [group]}):
+        with pytest.raises(DataError, match=r"line 1.*: ranks needs [12] or more of them"):
+            read_lines([{"step": 6, **line}])
 
 
 @pytest.mark.parametrize(("part", "does"), [("stall_s", "fetching"), ("compute_s", "computing")])

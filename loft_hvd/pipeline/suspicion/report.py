@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loft_hvd.errors import ArgumentError
+
 __all__ = [
     "FEWEST_WATCHED",
     "NotFinite",
@@ -85,6 +87,9 @@ class SameData:
     # Where they are only alike: their squared difference over that of other ranks.
     ratio: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_ranks(self.ranks, least=2)
+
     def __str__(self) -> str:
         """Return the question that it raises, what speaks for it, and the way out."""
         who = f"ranks {tell_ranks(self.ranks)}"
@@ -106,10 +111,13 @@ class NotFinite:
     """A step in which ranks sent values into a mean that are not finite."""
 
     step: int  # from 1
-    ranks: tuple[int, ...]  # ascending
+    ranks: tuple[int, ...]  # ascending, one or more
     world_size: int
     parameter: str  # of the first of these ranks the first one, counted back from the loss
     is_nan: bool  # whether it had NaN; else infinities alone
+
+    def __post_init__(self) -> None:
+        _check_ranks(self.ranks, least=1)
 
     def __str__(self) -> str:
         """Return who it was, what of it is the mean's, and the way out."""
@@ -124,6 +132,11 @@ class NotFinite:
             "and the loss of this step there; a script can skip the step, as all ranks see it "
             "after optimizer.synchronize(); a robust rule leaves such a rank out"
         )
+
+
+def _check_ranks(ranks: Sequence[int], *, least: int) -> None:
+    if len(ranks) < least:  # as read from a log that is damaged
+        raise ArgumentError(f"ranks needs {least} or more of them, but got {list(ranks)}")
 
 
 def tell_limits(named: Sequence[int], num_steps: int) -> str:
