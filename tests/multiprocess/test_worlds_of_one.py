@@ -15,7 +15,7 @@ import horovod.torch as hvd, torch, loft_hvd as loft
 hvd.init()
 model = torch.nn.Linear(2, 1)
 loft.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule=loft.Median())
-print("has finished, one of", hvd.size(), flush=True)
+print(f"has finished, one of {hvd.size()}\\n", end="", flush=True)
 """
 TORCH = """
 import sys, torch, torch.distributed as dist, loft_hvd as loft
@@ -25,7 +25,7 @@ if mine:
 else:
     dist.init_process_group("gloo")
 loft.ddp_hook(loft.Median())
-print("has finished, one of", dist.get_world_size(), flush=True)
+print(f"has finished, one of {dist.get_world_size()}\\n", end="", flush=True)
 """
 
 
