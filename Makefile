@@ -23,7 +23,7 @@ else
 BIN := .venv/bin
 endif
 PY := $(BIN)/python
-CXX_FILES := $(shell find csrc -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print 2> /dev/null)
+CXX_FILES := $(shell find csrc tests/testbed/tool -name generated -prune -o \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) -print 2> /dev/null)
 # Several ranks share the cores: one thread each, or they wait for each other.
 RANKS := OMP_NUM_THREADS=1
 # Tests that start ranks run two at a time, as many wait; but these judge times closely, or have

@@ -14,6 +14,7 @@ from tests.testbed.hosts import Testbed
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
 ALLREDUCE = "tests/testbed/examples/allreduce.py"
+LINK = "tests/testbed/jobs/link.py"
 ELASTIC = "tests/testbed/examples/elastic.py"
 
 
@@ -78,6 +79,37 @@ def test_an_elastic_job_goes_on_without_a_killed_rank(testbed: Testbed, tmp_path
         during=kill_one,
     )
     assert len(re.findall(r"r\d/2 done 40", done.output)) == 2, done.output[-6000:]
+
+
+def measured(output: str) -> dict[str, float]:
+    found = re.findall(r"(round_trip_ms|lost|mbit_per_s) ([-.\d]+)", output)
+    return {name: float(value) for name, value in found}
+
+
+@pytest.mark.long
+def test_a_long_link_is_as_long_and_lossy_as_asked(testbed: Testbed) -> None:
+    testbed.up(2, "--delay", "0,5ms", "--loss", "0,1%")
+    done = testbed.run([LINK, "100000", "200", "20000"], timeout_s=60)
+    found = measured(done.output)
+    assert 10.0 <= found["round_trip_ms"] < 11.0, done.output
+    assert 0.009 < found["lost"] < 0.011, done.output
+    assert "in_order True" in done.output
+
+
+@pytest.mark.long
+def test_a_long_link_carries_what_its_rate_says(testbed: Testbed) -> None:
+    testbed.up(2, "--delay", "10ms")
+    done = testbed.run([LINK, "100000", "1472", "30000"], timeout_s=60)  # by two relays
+    found = measured(done.output)
+    assert found["lost"] == 0.0, done.output
+    assert found["mbit_per_s"] > 200, done.output
+
+
+@pytest.mark.long
+def test_a_link_with_gaps_loses_what_comes_in_them(testbed: Testbed) -> None:
+    testbed.up(2, "--gaps", "0,100ms/500ms")
+    done = testbed.run([LINK, "10000", "200", "2000"], timeout_s=60)
+    assert 0.15 < measured(done.output)["lost"] < 0.25, done.output
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.testbed.tool import boot, commands, state
-from tests.testbed.tool.cables import parse_loss, parse_rate, parse_time_ms
+from tests.testbed.tool.cables import parse_gaps, parse_loss, parse_rate, parse_time_ms
 from tests.testbed.tool.jobs import JobOptions, _horovodrun, _mpirun
 from tests.testbed.tool.state import Conf, Host, Process, TestbedError
 
@@ -29,6 +29,7 @@ from tests.testbed.tool.state import Conf, Host, Process, TestbedError
         (parse_time_ms, "5ms", 5.0),
         (parse_time_ms, "2s", 2000.0),
         (parse_loss, "1%", 0.01),
+        (parse_gaps, "300ms/3s", (300.0, 3000.0)),
         (parse_loss, "0.25", 0.25),
     ],
 )
@@ -44,6 +45,8 @@ def test_units_are_read(parse: Callable[[str], float], text: str, value: float) 
         (parse_time_ms, "5min"),
         (parse_time_ms, ""),
         (parse_loss, "101%"),
+        (parse_gaps, "300ms"),
+        (parse_gaps, "3s/300ms"),
         (parse_loss, "-1"),
         (parse_loss, "nan"),
     ],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import hashlib
 import signal
 import socket
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.testbed.tool.state import (
     NET,
@@ -30,6 +32,7 @@ from tests.testbed.tool.state import (
 __all__ = [
     "lay",
     "make_switch",
+    "parse_gaps",
     "parse_loss",
     "parse_rate",
     "parse_time_ms",
@@ -41,6 +44,7 @@ __all__ = [
 
 _RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _TIME_UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
+_RELAY = Path(__file__).with_name("relay.cpp")
 _SIOCETHTOOL = 0x8946
 _CHECKSUMS_SEGMENTS = (0x17, 0x1F, 0x24)  # ETHTOOL_STXCSUM, _STSO, _SGSO
 
@@ -80,6 +84,15 @@ def parse_loss(text: str) -> float:
     if not 0 <= chance <= 1:
         raise TestbedError(f"loss {text!r}: want e.g. 1% or 0.01")
     return chance
+
+
+def parse_gaps(text: str) -> tuple[float, float]:
+    """Return milliseconds of a link's gaps, and from the start of one to that of the next."""
+    gap, _, every = text.partition("/")
+    gap_ms, every_ms = parse_time_ms(gap), parse_time_ms(every)
+    if not 0 < gap_ms < every_ms:
+        raise TestbedError(f"gaps {text!r}: want e.g. 300ms/3s")
+    return gap_ms, every_ms
 
 
 def make_switch(mtu: int) -> None:
@@ -156,8 +169,9 @@ def _limit_rate(space: str, device: str, rate: int | None) -> None:
 
 
 def _start_relay(asked: Host, host: str, port: str, tap: str) -> None:
-    numbers = [asked.delay_ms, asked.jitter_ms, asked.loss]
-    command = [sys.executable, str(TESTBED), "_relay", port, tap, *map(str, numbers)]
+    seed = int(host.removeprefix("host"))  # each host's own, the same in every run
+    numbers = [asked.delay_ms, asked.jitter_ms, asked.loss, seed, asked.gap_ms, asked.every_ms]
+    command = [str(_compiled_relay()), port, tap, *map(str, numbers)]
     with (STATE / f"relay-{host}.log").open("ab") as log:
         started = subprocess.Popen(
             ["ip", "netns", "exec", SWITCH, *command],
@@ -167,6 +181,15 @@ def _start_relay(asked: Host, host: str, port: str, tap: str) -> None:
             start_new_session=True,
         )
     asked.relay = process(started.pid)
+
+
+def _compiled_relay() -> Path:
+    """Return the relay's program, compiled anew where its source has changed."""
+    program = STATE / f"relay-{hashlib.sha256(_RELAY.read_bytes()).hexdigest()[:16]}"
+    if not program.exists():
+        sh("g++", "-O2", "-std=c++17", "-o", f"{program}.new", str(_RELAY))
+        Path(f"{program}.new").rename(program)
+    return program
 
 
 def _offload(host: str, is_on: bool) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tests.testbed.tool import boot, cables, cgroups, jobs
-from tests.testbed.tool.relay import relay
 from tests.testbed.tool.state import (
     NAME,
     ROOT,
@@ -94,11 +93,14 @@ def _asked(args: argparse.Namespace) -> Conf:
         _each(args.delay, count, cables.parse_time_ms, "delay"),
         _each(args.jitter, count, cables.parse_time_ms, "jitter"),
         _each(args.loss, count, cables.parse_loss, "loss"),
+        _each(args.gaps, count, cables.parse_gaps, "gaps"),
         strict=True,
     )
     hosts = {
-        f"host{number}": Host(address(number), cpu, rate, delay or 0.0, jitter or 0.0, loss or 0.0)
-        for number, (cpu, rate, delay, jitter, loss) in enumerate(limits)
+        f"host{number}": Host(
+            address(number), cpu, rate, delay or 0.0, jitter or 0.0, loss or 0.0, *(gaps or ())
+        )
+        for number, (cpu, rate, delay, jitter, loss, gaps) in enumerate(limits)
     }
     return Conf(hosts, args.mtu, args.tcp, args.ssh_alive, os.environ["PATH"])
 
@@ -201,6 +203,8 @@ def _distance(host: Host) -> str:
     if not host.is_far:
         return ""
     text = f" delay {host.delay_ms:g}ms jitter {host.jitter_ms:g}ms loss {host.loss * 100:g}%"
+    if host.gap_ms:
+        text += f" gone {host.gap_ms:g}ms of {host.every_ms:g}ms"
     return text if alive(host.relay) else f"{text} (relay dead)"
 
 
@@ -227,6 +231,9 @@ def _link(args: argparse.Namespace) -> int:
         host.jitter_ms = _each(args.jitter, 1, cables.parse_time_ms, "jitter")[0] or 0.0
     if args.loss is not None:
         host.loss = _each(args.loss, 1, cables.parse_loss, "loss")[0] or 0.0
+    if args.gaps is not None:
+        gaps = _each(args.gaps, 1, cables.parse_gaps, "gaps")[0]
+        host.gap_ms, host.every_ms = gaps or (0.0, 0.0)
     cables.renew(conf, args.host)
     return 0
 
@@ -373,7 +380,7 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("cores")
     text = "change a host's link now (0 takes a limit away)"
     link = verbs.add("link", _link, text, has_host=True)
-    for option in ("rate", "delay", "jitter", "loss"):
+    for option in ("rate", "delay", "jitter", "loss", "gaps"):
         link.add_argument(f"--{option}")
     verbs.add("cut", _cut, "pull the host's cable", has_host=True)
     verbs.add("heal", _cut, "plug it in again", has_host=True)
@@ -401,6 +408,7 @@ def _add_up(verbs: _Verbs) -> None:
     up.add_argument("--delay", help="one-way delay each way, e.g. 5ms (through a relay)")
     up.add_argument("--jitter", help="random +- on the delay, e.g. 1ms")
     up.add_argument("--loss", help="chance that a packet is lost, each way, e.g. 1%%")
+    up.add_argument("--gaps", help="the link is gone for so long in each such time, e.g. 300ms/3s")
     up.add_argument("--mtu", type=int, default=1500)
     text = "TCP congestion control between the hosts (default cubic; -: the machine's own)"
     up.add_argument("--tcp", default="cubic", help=text)
@@ -434,8 +442,6 @@ def _serve(words: Sequence[str]) -> bool:
             boot.spawn(host)
         case ["_offload", device, is_on]:
             cables.set_offloads(device, is_on == "1")
-        case ["_relay", port, tap, delay_ms, jitter_ms, loss]:
-            relay(port, tap, float(delay_ms), float(jitter_ms), float(loss))
         case _:
             return False
     return True

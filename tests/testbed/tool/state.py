@@ -60,6 +60,7 @@ _PACKAGES = {
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
+    "g++": "g++",
 }
 _CONF = STATE / "conf.json"
 
@@ -155,6 +156,8 @@ class Host:
     delay_ms: float  # one way, each way
     jitter_ms: float
     loss: float  # chance of a packet, each way
+    gap_ms: float = 0.0  # for so long the link is gone
+    every_ms: float = 0.0  # in each such time
     is_cut: bool = False
     init: Process | None = None  # its process 1
     relay: Process | None = None
@@ -162,7 +165,7 @@ class Host:
     @property
     def is_far(self) -> bool:
         """Whether its packets take a relay."""
-        return bool(self.delay_ms or self.jitter_ms or self.loss)
+        return bool(self.delay_ms or self.jitter_ms or self.loss or self.gap_ms)
 
 
 @dataclass
