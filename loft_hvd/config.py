@@ -20,6 +20,7 @@ from loft_hvd.errors import ArgumentError
 __all__ = [
     "KEEPALIVE_OPTIONS",
     "LANES",
+    "MOST_CONNECTIONS",
     "SSH_OPTIONS",
     "VARIABLES",
     "Config",
@@ -52,6 +53,7 @@ VARIABLES = {  # of each field that a user sets
     "copies": "LOFT_HVD_COPIES",
 }
 
+MOST_CONNECTIONS = 64  # between two ranks; a choice: more than four times what was tried
 LANES = ("shared-memory", "mesh", "peer-memory", "device", "engine")  # transport/lanes.py
 
 _OF_THE_BUILD = (  # what setup.py and `make setup` read: no misspelt setting either
@@ -115,7 +117,8 @@ class Config:
     # links are slow, "on" where all ranks say so, "off" where any does.
     compact: str = "auto"
     # Which congestion control connections between ranks have (transport/congestion.py): "auto" BBR
-    # where links are long or lossy, "bbr" everywhere, "off" what the host takes.
+    # where links are long or lossy, or where that is refused several connections between two ranks;
+    # "bbr" everywhere, "off" what the host takes. Or a number: of connections between two ranks.
     links: str = "auto"
     # Whether ranks "compare" their copies of the parameters and the optimizer's state, or "ignore"
     # what differs: in a script whose ranks differ on purpose.
@@ -204,7 +207,12 @@ class Config:
             compact=read(
                 "COMPACT", one_of("auto", "on", "off"), cls.compact, takes="auto, on or off"
             ),
-            links=read("LINKS", one_of("auto", "bbr", "off"), cls.links, takes="auto, bbr or off"),
+            links=read(
+                "LINKS",
+                one_of("auto", "bbr", "off", *map(str, range(1, MOST_CONNECTIONS + 1))),
+                cls.links,
+                takes=f"auto, bbr, off, or a number of connections up to {MOST_CONNECTIONS}",
+            ),
             copies=read(
                 "COPIES", one_of("compare", "ignore"), cls.copies, takes="compare or ignore"
             ),

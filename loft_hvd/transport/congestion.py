@@ -95,7 +95,7 @@ def has_bbr() -> bool:
 class CongestionControl:
     """The connections between this rank and others, looked at now and then.
 
-    ``wish`` is ``LOFT_HVD_LINKS``: "auto", "off", or "bbr" for all of them.
+    ``wish`` is ``LOFT_HVD_LINKS``: "auto", "bbr" for all of them, or what looks at none.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class CongestionControl:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         is_linux = sys.platform == "linux"
-        self._undecided = list(connections) if is_linux and wish != "off" else []
+        self._undecided = list(connections) if is_linux and wish in ("auto", "bbr") else []
         self._rank = rank
         self._takes_all = wish == "bbr"
         self._clock = clock
         self._due = 0.0
         self._looking = threading.Lock()
-        self._is_refused = False  # by the kernel
+        self.is_refused = False  # by the kernel, where a connection needs it
         self._taken: list[tuple[HostLink, LinkQuality]] = []  # in this look
 
     def look(self) -> None:
@@ -126,7 +126,7 @@ class CongestionControl:
             self._due = self._clock() + _LOOK_S
             self._taken = []
             left = [each for each in self._undecided if not self._is_decided(each)]
-            self._undecided = [] if self._is_refused else left  # the kernel is the same for all
+            self._undecided = [] if self.is_refused else left  # the kernel is the same for all
             if self._taken:
                 peers = sorted({link.peer_address for link, _ in self._taken})
                 longest = max((quality for _, quality in self._taken), key=_round_trip)
@@ -141,7 +141,7 @@ class CongestionControl:
             self._looking.release()
 
     def _is_decided(self, connection: HostLink) -> bool:
-        if self._is_refused:
+        if self.is_refused:
             return True
         try:
             if not connection.is_there() or control_of(connection.descriptor) == _BBR:
@@ -169,7 +169,7 @@ class CongestionControl:
             quality,
             error.strerror or error,
         )
-        self._is_refused = True
+        self.is_refused = True
 
 
 def _round_trip(quality: LinkQuality) -> float:

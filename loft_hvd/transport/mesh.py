@@ -24,7 +24,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,11 @@ _COMPACT_BYTES_PER_S = 150e6
 _COMPACT_BYTES, _COMPACT_EXCHANGE_BYTES = 16 * 1024, 10**6
 _LONG_TRY_S = 0.05  # more bytes would say no more
 _CONNECT_S = 20.0  # a choice: ranks that are not connected by then are behind a firewall
+# Connections between two ranks where BBR is wanted and refused: each loses, and comes back, by
+# itself. Measured with cubic, 50 ms and 1 % loss: with 4, 8 and 16 of them 6 MB take 0.40, 0.24 and
+# 0.17 of the time with one. Messages are cut into no shorter parts than this, a choice.
+_SEVERAL = 8
+_PART_BYTES = 16 * 1024
 # Whoever polls has a limit of its own. This one ends what was given up, and the mesh with it: Gloo
 # closes connections on which a wait ends in vain. A choice.
 _LONGEST_S = 7 * 24 * 3600.0
@@ -155,6 +161,7 @@ def _end(works: set[MeshWork]) -> None:
 class Mesh:
     """Sends and receives between ranks of a Gloo process group, all on the CPU.
 
+    ``more`` are groups of the same ranks, on connections of their own: messages are cut evenly.
     ``ranks`` are the group's numbers of those that take part, in rank order. ``longest_s`` ends
     waits, and with them the group's connections. ``bytes_per_s`` is what the slowest rank can send,
     the same on all; None where nobody has tried. ``is_compact``, the same on all, has floats travel
@@ -174,6 +181,7 @@ class Mesh:
         compact_bytes: float | None = None,
         nodes: Sequence[Sequence[int]] = (),
         congestion: CongestionControl | None = None,
+        more: Sequence[Any] = (),
     ) -> None:
         self.bytes_per_s = bytes_per_s
         self.is_compact = is_compact
@@ -183,7 +191,7 @@ class Mesh:
         self.world_size = len(ranks)
         self._ranks = tuple(ranks)
         self._congestion = congestion  # of its connections, where they are between hosts
-        self._group = group
+        self._groups = () if group is None else (group, *more)
         self._longest = timedelta(seconds=longest_s)
         self._expected: dict[str, list[Any]] = {}  # receives by name, until their exchange begins
         self._parts: weakref.WeakSet[Mesh] = weakref.WeakSet()  # on the same connections
@@ -195,7 +203,7 @@ class Mesh:
         at = list(members).index(self.rank)
         is_near = len(self._nodes) > 1 and any(set(ranks) <= set(node) for node in self._nodes)
         part = Mesh(
-            self._group,
+            self.group,
             rank=at,
             ranks=ranks,
             bytes_per_s=self.bytes_per_s,
@@ -204,32 +212,41 @@ class Mesh:
             compact_bytes=self._compact_bytes * len(ranks) / self.world_size,
             nodes=self._nodes,
             congestion=self._congestion,
+            more=self._groups[1:],
         )
         self._parts.add(part)
         return part
 
     @property
     def group(self) -> Any:
-        """The process group; None once it is closed."""
-        return self._group
+        """The first process group; None once it is closed."""
+        return self._groups[0] if self._groups else None
+
+    @property
+    def num_connections(self) -> int:
+        """Between two ranks."""
+        return len(self._groups)
 
     def interrupt(self) -> None:
         """End the waits on these connections, and with them the connections, for subsets too."""
         # Gloo ends both where one wait ends in vain, so this waits for what nobody sends. For one
         # peer after the other: of one that has gone there is nothing to wait for.
-        for peer in self._sources():
-            with suppress(RuntimeError):  # as it has ended; also ours, of a mesh that is closed
-                self._recv(torch.empty(1, dtype=torch.uint8), peer, "interrupt").wait(_INTERRUPT)
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for group in self._groups:
+            for peer in self._sources():
+                with suppress(RuntimeError):  # as it has ended
+                    tag = _tag("interrupt", nothing, 0)
+                    self._started("recv", nothing, peer, tag, group).wait(_INTERRUPT)
 
     def close(self) -> None:
         """End the connections, for subsets too; what was exchanged by then has arrived."""
         # What was given up holds Gloo's buffers, and these the connections: they would not go.
-        if any(work.mesh._group is self._group for work in _under_way().copy()):
+        if any(work.mesh.group is self.group for work in _under_way().copy()):
             self.interrupt()
         for part in self._parts:
             part.close()
         self._expected.clear()
-        self._group = None  # nobody else has it: with it the connections go
+        self._groups = ()  # nobody else has them: with them the connections go
 
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Move:
         """Start an all-to-all; see ``Transport``."""
@@ -248,7 +265,9 @@ class Mesh:
         # Gloo sends values once the other side has said that it is ready to receive them, and says
         # so behind all that is being sent on that connection.
         shards = shards_of(self, recv, skips_own=skips_own)
-        self._expected[name] = [self._recv(shards[peer], peer, name, 0) for peer in self._sources()]
+        self._expected[name] = [
+            each for peer in self._sources() for each in self._recv(shards[peer], peer, name)
+        ]
 
     def _sources(self) -> list[int]:
         return [(self.rank - shift) % self.world_size for shift in range(1, self.world_size)]
@@ -261,12 +280,16 @@ class Mesh:
             self._congestion.look()
         started = self._expected.pop(name, None) if phase == 0 else None
         if started is None:
-            started = [self._recv(recvs[peer], peer, name, phase) for peer in self._sources()]
+            started = [
+                each
+                for peer in self._sources()
+                for each in self._recv(recvs[peer], peer, name, phase)
+            ]
         # Of 4 ranks rank 1 sends to 2, 3, 0 in turn: at no time do all send to the same rank.
         made: _Made = {}
         for shift in range(1, self.world_size):
             target = (self.rank + shift) % self.world_size
-            started.append(self._send(sends[target], target, name, phase, made=made))
+            started += self._send(sends[target], target, name, phase, made=made)
         # The own part is copied, unless it is the same memory, as in the second phase of a sum.
         if recvs[self.rank].data_ptr() != sends[self.rank].data_ptr():
             recvs[self.rank].copy_(sends[self.rank].view_as(recvs[self.rank]))
@@ -277,28 +300,45 @@ class Mesh:
         others = range(1, self.world_size)
         made: _Made = {}
         started = (
-            [self._send(values, peer, name, made=made) for peer in others]
+            [each for peer in others for each in self._send(values, peer, name, made=made)]
             if self.rank == 0
-            else [self._recv(values, 0, name)]
+            else self._recv(values, 0, name)
         )
         return functools.partial(self._wait, started)
 
-    def _send(self, values: Tensor, peer: int, name: str, phase: int = 0, *, made: _Made) -> Any:
-        tag = _tag(name, values, phase)
-        if not self._travels_compact(values):
-            return self._started("send", values, peer, tag)
-        place = values.data_ptr(), values.numel()
-        if place not in made:
-            made[place] = compact.message_of(values)
-        return self._started("send", made[place], peer, tag)
+    def _send(
+        self, values: Tensor, peer: int, name: str, phase: int = 0, *, made: _Made
+    ) -> list[Any]:
+        tag, is_compact = _tag(name, values, phase), self._travels_compact(values)
+        started = []
+        for group, part in self._cut(values):
+            message = part
+            if is_compact:
+                place = part.data_ptr(), part.numel()
+                if place not in made:
+                    made[place] = compact.message_of(part)
+                message = made[place]
+            started.append(self._started("send", message, peer, tag, group))
+        return started
 
-    def _recv(self, values: Tensor, peer: int, name: str, phase: int = 0) -> Any:
-        tag = _tag(name, values, phase)
-        if not self._travels_compact(values):
-            return self._started("recv", values, peer, tag)
-        room = compact.room_for(values)
-        work = self._started("recv", room, peer, tag)
-        return _Unread(work, room, values, rank=self._ranks[peer])
+    def _recv(self, values: Tensor, peer: int, name: str, phase: int = 0) -> list[Any]:
+        tag, is_compact = _tag(name, values, phase), self._travels_compact(values)
+        started = []
+        for group, part in self._cut(values):
+            room = compact.room_for(part) if is_compact else part
+            work = self._started("recv", room, peer, tag, group)
+            started.append(
+                _Unread(work, room, part, rank=self._ranks[peer]) if is_compact else work
+            )
+        return started
+
+    def _cut(self, values: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the parts of a message, alike at both of its ends, with the group of each."""
+        if not self._groups:
+            raise closed_error("connections between ranks")
+        num_parts = max(1, min(len(self._groups), values.nbytes // _PART_BYTES))
+        parts = [values] if num_parts == 1 else values.view(-1).tensor_split(num_parts)
+        return zip(self._groups, parts, strict=False)
 
     def _travels_compact(self, values: Tensor) -> bool:
         # By nothing but what the tag has, so that both ends of a message think alike.
@@ -309,11 +349,9 @@ class Mesh:
             and compact.has_messages(values.dtype)
         )
 
-    def _started(self, call: str, values: Tensor, peer: int, tag: int) -> Any:
-        if self._group is None:
-            raise closed_error("connections between ranks")
+    def _started(self, call: str, values: Tensor, peer: int, tag: int, group: Any) -> Any:
         try:
-            return getattr(self._group, call)([values], self._ranks[peer], tag)
+            return getattr(group, call)([values], self._ranks[peer], tag)
         except RuntimeError as error:  # as when the peer has gone
             raise TransportError(f"to or from rank {self._ranks[peer]}: {error}") from error
 
@@ -397,38 +435,61 @@ class MeshLane(Lane):
 _STORE: Any = getattr(dist, "Store", object)  # a torch may be built without distributed
 
 
+class _Meeting:
+    """Where groups that connect at once tell the other ranks' their addresses, all together."""
+
+    def __init__(self, channel: Channel, num_groups: int) -> None:
+        self._channel = channel
+        self._told: list[tuple[str, bytes]] = [("", b"")] * num_groups
+        self.heard: list[dict[str, bytes]] = [{} for _ in range(num_groups)]  # by group
+        self._all_there = threading.Barrier(num_groups, action=self._meet, timeout=_CONNECT_S)
+
+    def meet(self, at: int, key: str, value: bytes) -> None:
+        """Tell of group ``at``; waits until all groups have, and all ranks."""
+        self._told[at] = key, value
+        self._all_there.wait()
+
+    def _meet(self) -> None:
+        # Of each group [bytes of the message, the message, zeros], eight bytes a number.
+        room = _ADDRESS_BYTES + _BYTES_A_RANK * self._channel.world_size
+        rows = torch.zeros(len(self._told), 1 + room // 8, dtype=torch.int64)
+        for row, (key, value) in zip(rows, self._told, strict=True):
+            told = key.encode() + b"\0" + value
+            row[0] = len(told)
+            row[1:] = torch.frombuffer(bytearray(told.ljust(room, b"\0")), dtype=torch.int64)
+        for of_rank in self._channel.sub("addresses").allgather_rows(rows.view(-1)):
+            for heard, (num_bytes, *numbers) in zip(
+                self.heard, of_rank.view_as(rows).tolist(), strict=True
+            ):
+                told = torch.tensor(numbers).numpy().tobytes()[:num_bytes]
+                name, _, address = told.partition(b"\0")
+                heard[name.decode()] = address
+
+
 class _Addresses(_STORE):  # type: ignore[misc]  # a base that mypy cannot know
     """What Gloo's connecting ranks tell each other, by one all-gather instead of a server."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, meeting: _Meeting, at: int) -> None:
         super().__init__()
-        self._channel = channel
-        self._known: dict[str, bytes] = {}
+        self._meeting = meeting
+        self._at = at
+        self._own: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
         """Keep what this rank tells the others."""
-        self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._own[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Do nothing: ``get`` waits."""
 
     def get(self, key: str) -> bytes:
         """Return what a rank has told; the first call for another's meets all ranks."""
-        if key not in self._known:
-            self._meet()
-        return self._known[key]
-
-    def _meet(self) -> None:
-        ((key, value),) = self._known.items()  # each rank tells one thing before it asks
-        told = key.encode() + b"\0" + value
-        # [bytes of the message, the message, zeros]
-        room = _ADDRESS_BYTES + _BYTES_A_RANK * self._channel.world_size
-        row = torch.zeros(1 + room, dtype=torch.int64)
-        row[0] = len(told)
-        row[1 : 1 + len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        for num_bytes, *numbers in self._channel.sub("addresses").allgather_rows(row).tolist():
-            name, _, address = bytes(numbers[:num_bytes]).partition(b"\0")
-            self._known[name.decode()] = address
+        if key in self._own:
+            return self._own[key]
+        if not self._meeting.heard[self._at]:
+            ((own, value),) = self._own.items()  # each rank tells one thing before it asks
+            self._meeting.meet(self._at, own, value)
+        return self._meeting.heard[self._at][key]
 
 
 def open_mesh(channel: Channel, *, interface: str, compact_floats: str = "auto") -> Mesh | None:
@@ -444,43 +505,77 @@ def open_mesh(channel: Channel, *, interface: str, compact_floats: str = "auto")
         The mesh, or None on every rank where some rank has no interface, cannot be reached, or has
         not proven itself to another.
     """
-    device, reason = None, "no interface is known"
-    if interface:
-        try:
-            device = dist.ProcessGroupGloo.create_device(interface=interface)
-        except (RuntimeError, AttributeError) as error:
-            reason = str(error)
-    # Agreed on before ranks wait for each other's addresses, and after they have connected.
-    if not _on_all(channel.sub("device"), device is not None):
-        _tell(channel, reason)
-        return None
-    group = None
-    try:
-        options = vars(dist.ProcessGroupGloo)["_Options"]()
-        options._devices = [device]
-        options._timeout = timedelta(seconds=_CONNECT_S)
-        group = dist.ProcessGroupGloo(
-            _Addresses(channel), channel.rank, channel.world_size, options
+    keys: list[bytes] = []  # made with the first groups, and used for all
+
+    def connect(channel: Channel, num_groups: int) -> list[Any] | str:
+        return _connect(channel, num_groups, interface=interface, keys=keys)
+
+    made = connect(channel, 1)
+    mesh: Mesh | str = (
+        made
+        if isinstance(made, str)
+        else try_mesh(
+            made[0], range(channel.world_size), channel, connect, compact_floats=compact_floats
         )
-    except Exception as error:  # what the engine raises differs from version to version
-        reason = str(error)
-    if not _on_all(channel.sub("connected"), group is not None):
-        _tell(channel, reason)
-        return None
-    keys = _share_keys(channel.sub("keys"))
-    reason = _prove(group, keys, rank=channel.rank)
-    if not _on_all(channel.sub("proven"), not reason):
-        _tell(channel, reason or "a rank has met a stranger")
-        return None
-    mesh = try_mesh(group, range(channel.world_size), channel, compact_floats=compact_floats)
+    )
     if isinstance(mesh, str):
         _tell(channel, mesh)
         return None
     return mesh
 
 
+def _connect(
+    channel: Channel, num_groups: int, *, interface: str, keys: list[bytes]
+) -> list[Any] | str:
+    """Return groups of all ranks that have proven themselves; or, on every rank, why not.
+
+    ``keys`` are those of ``_share_keys``, which puts them there where it is empty.
+    """
+    devices: list[Any] = []
+    reason = "no interface is known"
+    if interface:
+        try:
+            devices = [
+                dist.ProcessGroupGloo.create_device(interface=interface) for _ in range(num_groups)
+            ]
+        except (RuntimeError, AttributeError) as error:
+            reason = str(error)
+    # Agreed on before ranks wait for each other's addresses, and after they have connected.
+    if not _on_all(channel.sub("device"), bool(devices)):
+        return reason
+    meeting = _Meeting(channel, num_groups)
+
+    def connected(at: int) -> Any:
+        options = vars(dist.ProcessGroupGloo)["_Options"]()
+        options._devices = [devices[at]]
+        options._timeout = timedelta(seconds=_CONNECT_S)
+        store = _Addresses(meeting, at)
+        return dist.ProcessGroupGloo(store, channel.rank, channel.world_size, options)
+
+    groups: list[Any] = []
+    try:
+        with ThreadPoolExecutor(num_groups) as pool:  # connecting takes round trips: all at once
+            groups = list(pool.map(connected, range(num_groups)))
+    except Exception as error:  # what the engine raises differs from version to version
+        reason = str(error)
+    if not _on_all(channel.sub("connected"), bool(groups)):
+        return reason
+    if not keys:
+        keys += _share_keys(channel.sub("keys"))
+    found = [_prove(group, keys, rank=channel.rank) for group in groups]
+    reason = next((each for each in found if each), "")
+    if not _on_all(channel.sub("proven"), not reason):
+        return reason or "a rank has met a stranger"
+    return groups
+
+
 def try_mesh(
-    group: Any, ranks: Sequence[int], channel: Channel, *, compact_floats: str = "auto"
+    group: Any,
+    ranks: Sequence[int],
+    channel: Channel,
+    connect: Callable[[Channel, int], list[Any] | str],
+    *,
+    compact_floats: str = "auto",
 ) -> Mesh | str:
     """Try how fast connections are, and choose how floats travel; every rank calls it alike.
 
@@ -488,6 +583,7 @@ def try_mesh(
         group: a Gloo process group that nobody else sends on by the mesh's tags.
         ranks: the group's numbers of the ranks, in rank order.
         channel: the ranks.
+        connect: makes more such groups, on connections of their own, or says on every rank why not.
         compact_floats: as in ``open_mesh``.
 
     Returns:
@@ -496,6 +592,20 @@ def try_mesh(
     links = links_between(channel.sub("connections"))
     congestion = CongestionControl(links, rank=channel.rank, wish=config().links)
     bytes_per_s, silent = _try_links(group, ranks, channel.sub("links"), when_warm=congestion.look)
+    more: list[Any] = []
+    num_connections = _num_connections(channel.sub("several"), congestion)
+    if not silent and num_connections > 1:
+        made = connect(channel.sub("more"), num_connections - 1)
+        if isinstance(made, str):
+            _logger.warning(
+                "rank %d: one connection to each rank and not %d: %s",
+                channel.rank,
+                num_connections,
+                made,
+            )
+        else:
+            more = made
+            bytes_per_s, silent = _try_links(group, ranks, channel.sub("all"), more=more)
     if silent:
         return f"ranks {silent} could not send or receive"
     is_slow = bytes_per_s <= _COMPACT_BYTES_PER_S
@@ -503,8 +613,9 @@ def try_mesh(
     is_compact = _on_all(channel.sub("compact"), wanted and compact.is_available())
     if channel.rank == 0:
         _logger.info(
-            "between ranks: at least %.0f Mb/s out of each, floats travel %s",
+            "between ranks: at least %.0f Mb/s out of each, %s, floats travel %s",
             8e-6 * bytes_per_s,
+            f"{1 + len(more)} connections between two" if more else "one connection between two",
             "compact" if is_compact else "plain",
         )
     return Mesh(
@@ -515,7 +626,15 @@ def try_mesh(
         is_compact=is_compact,
         nodes=nodes_of(channel),
         congestion=congestion,
+        more=more,
     )
+
+
+def _num_connections(channel: Channel, congestion: CongestionControl) -> int:
+    """Return how many connections two ranks shall have, the same on every rank."""
+    wish = config().links
+    wanted = int(wish) if wish.isdecimal() else _SEVERAL if congestion.is_refused else 1
+    return int(channel.allgather_rows(torch.tensor([wanted])).max())
 
 
 def _try_links(
@@ -523,6 +642,7 @@ def _try_links(
     ranks: Sequence[int],
     channel: Channel,
     *,
+    more: Sequence[Any] = (),
     when_warm: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[float, list[int]]:
@@ -531,7 +651,7 @@ def _try_links(
     Both are the same on every rank. ``when_warm`` is called after the first bytes.
     """
     num_ranks, limit_s = channel.world_size, min(_CONNECT_S, channel.timeout_s / 2)
-    mesh = Mesh(group, rank=channel.rank, ranks=ranks, longest_s=limit_s)
+    mesh = Mesh(group, rank=channel.rank, ranks=ranks, longest_s=limit_s, more=more)
     best = 0.0
     for at, num_bytes in enumerate(_TRIED_BYTES):
         shard = -(-num_bytes // max(1, num_ranks - 1))

@@ -85,7 +85,11 @@ class TorchDistributedTransport:
         if self.local_size == self.world_size:
             return self._mesh  # loopback needs no trial
         mesh = try_mesh(
-            self._group, range(self.world_size), channel, compact_floats=config().compact
+            self._group,
+            range(self.world_size),
+            channel,
+            lambda _, num_groups: [self._new_group("gloo") for _ in range(num_groups)],
+            compact_floats=config().compact,
         )
         if isinstance(mesh, str):
             raise TransportError(

@@ -16,7 +16,11 @@ JOB = "tests/multiprocess/jobs/culprits.py"
 @pytest.mark.parametrize(("engine", "launcher"), [("horovod", "gloo"), ("ddp", "torchrun")])
 @pytest.mark.parametrize(
     "num_ranks",
-    [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)],
+    [
+        2,
+        pytest.param(3, marks=[pytest.mark.long, pytest.mark.whole]),
+        pytest.param(4, marks=pytest.mark.long),
+    ],
 )
 def test_whoever_waits_for_others_before_backward_is_not_taken_to_compute(
     num_ranks: int, engine: str, launcher: str

@@ -50,6 +50,7 @@ def test_ranks_pass_together(launcher: str, num_ranks: int, mesh: str, tests: st
 
 
 MESH = {"mesh": "on", "memory": "auto"}
+LARGEST_OF_ALL = [("gloo", 5), ("mesh", 6), ("memory", 8)]  # that make test-all runs
 LARGER = [
     pytest.param(
         transport,
@@ -57,7 +58,7 @@ LARGER = [
         marks=[
             long,
             # Their collectives are in other tests; these have sums and orders of their own.
-            *([pytest.mark.whole] if num_ranks != 8 or transport == "mpi" else []),
+            *([pytest.mark.whole] if (transport, num_ranks) not in LARGEST_OF_ALL else []),
         ],
     )
     for transport in ("gloo", "mpi", "mesh", "memory")

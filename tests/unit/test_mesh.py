@@ -21,6 +21,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd._native import extension
+from loft_hvd.config import Config
 from loft_hvd.errors import MismatchError, TransportError, TransportTimeoutError
 from loft_hvd.pipeline import reduction as reduction_module
 from loft_hvd.pipeline.reduction import BucketReduction
@@ -29,12 +30,14 @@ from loft_hvd.transport import compact
 from loft_hvd.transport import mesh as mesh_module
 from loft_hvd.transport.base import Abilities, Channel, Lane, wait_for
 from loft_hvd.transport.conformance import CHECKS
+from loft_hvd.transport.congestion import CongestionControl
 from loft_hvd.transport.local import LocalTransport, LocalWorld, _LocalWork, run_ranks
 from loft_hvd.transport.mesh import (
     Mesh,
     MeshLane,
     MeshWork,
     _Addresses,
+    _Meeting,
     open_mesh,
 )
 from tests.support.processes import own_sockets
@@ -102,6 +105,75 @@ def test_a_mesh_conforms(world_size: int, compacts: str) -> None:
     run_ranks(world_size, work)
 
 
+@pytest.mark.usefixtures("short_messages")
+@pytest.mark.parametrize("compacts", COMPACTS)
+def test_a_mesh_of_several_connections_conforms(
+    compacts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh_module, "_num_connections", lambda *_: 4)
+    monkeypatch.setattr(mesh_module, "_PART_BYTES", 1)
+
+    def work(transport: LocalTransport) -> int:
+        ends = over_mesh(transport, compacts=compacts)
+        for check in CHECKS.values():
+            check(ends)
+        part = ends.subset([(0, 2), (1,)])
+        return part.mesh.num_connections
+
+    assert run_ranks(3, work) == [4, 4, 4]
+
+
+@pytest.mark.parametrize("num_connections", [2, 5])
+def test_messages_are_cut_evenly_over_the_connections_and_have_the_same_bits(
+    num_connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mesh_module, "_num_connections", lambda *_: num_connections)
+
+    def work(transport: LocalTransport) -> list[int]:
+        row = torch.randn(300_001, generator=torch.Generator().manual_seed(transport.rank))
+        ends = Meshed(transport, compacts="off")
+        groups = tuple(map(_Weighing, ends.mesh._groups))
+        ends.mesh._groups = groups
+        given = loft.allreduce(row, loft.Median(), name="x", transport=transport)
+        assert torch.equal(loft.allreduce(row, loft.Median(), name="x", transport=ends), given)
+        return [group.num_bytes for group in groups]
+
+    for sent in run_ranks(3, work):
+        assert len(sent) == num_connections
+        assert max(sent) <= 1.001 * min(sent)
+
+
+def test_where_a_kernel_refuses_bbr_to_a_rank_that_needs_it_all_take_several_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    class Refused(CongestionControl):
+        def look(self) -> None:
+            self.is_refused = self._rank == 1
+
+    monkeypatch.setattr(mesh_module, "CongestionControl", Refused)
+    found = run_ranks(3, lambda end: over_mesh(end).mesh.num_connections)
+    assert found == [mesh_module._SEVERAL] * 3
+    assert f"{mesh_module._SEVERAL} connections between two, floats travel" in caplog.text
+
+
+def test_the_asked_number_of_connections_is_taken_and_none_more_where_they_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Config.from_environ({"LOFT_HVD_LINKS": "3"})
+    monkeypatch.setattr(mesh_module, "config", lambda: settings)
+    assert run_ranks(2, lambda end: over_mesh(end).mesh.num_connections) == [3, 3]
+    connect = mesh_module._connect
+
+    def one_only(channel: Channel, num_groups: int, **given: Any) -> list[Any] | str:
+        return connect(channel, num_groups, **given) if num_groups == 1 else "no more ports"
+
+    monkeypatch.setattr(mesh_module, "_connect", one_only)
+    assert run_ranks(2, lambda end: over_mesh(end).mesh.num_connections) == [1, 1]
+    assert "one connection to each rank and not 3: no more ports" in caplog.text
+
+
 @needs_extension
 @pytest.mark.parametrize(
     ("by_rank", "bytes_per_s", "is_compact"),
@@ -130,8 +202,8 @@ def test_floats_travel_compact_where_links_are_slow_and_all_ranks_agree(
         return [ends.mesh.is_compact, part.mesh.is_compact]
 
     assert run_ranks(2, work) == [[is_compact] * 2] * 2
-    how = "compact" if is_compact else "plain"
-    assert f"{8e-6 * bytes_per_s:.0f} Mb/s out of each, floats travel {how}" in caplog.text
+    how = f"one connection between two, floats travel {'compact' if is_compact else 'plain'}"
+    assert f"{8e-6 * bytes_per_s:.0f} Mb/s out of each, {how}" in caplog.text
 
 
 def test_floats_travel_plain_where_a_rank_has_no_extension(
@@ -175,8 +247,8 @@ def test_an_allreduce_over_slow_links_sends_fewer_bytes_and_has_the_same_bits(
     def work(transport: LocalTransport) -> float:
         row = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank)).to(dtype)
         ends = Meshed(transport, compacts="on")
-        group = _Weighing(ends.mesh._group)
-        ends.mesh._group = group
+        group = _Weighing(ends.mesh.group)
+        ends.mesh._groups = (group,)
         rule = loft.TrimmedMean(f=1)
         given = loft.allreduce(row, rule, name="x", transport=transport)
         assert torch.equal(loft.allreduce(row, rule, name="x", transport=ends), given)
@@ -394,7 +466,7 @@ def test_all_ranks_know_how_fast_the_slowest_link_is(
         ends = over_mesh(transport)
         channel = Channel(transport, "again", 20.0)
         found = mesh_module._try_links(
-            ends.mesh._group, range(3), channel, clock=lambda: next(readings)
+            ends.mesh.group, range(3), channel, clock=lambda: next(readings)
         )
         assert next(readings, None) is None
         return found
@@ -732,8 +804,8 @@ def test_ranks_are_ready_to_receive_all_parts_before_they_send_the_second(
 
     def work(transport: LocalTransport) -> list[str]:
         ends = over_mesh(transport)
-        group = _Listening(ends.mesh._group)
-        ends.mesh._group = group
+        group = _Listening(ends.mesh.group)
+        ends.mesh._groups = (group,)
         spec = ExchangeSpec(ends, "x", 6144, torch.float32, "cpu", loft.Median())
         row = torch.full((6144,), float(ends.rank))
 
@@ -861,8 +933,8 @@ def test_an_allreduce_takes_the_connections_that_there_are() -> None:
 def test_addresses_of_many_ranks_have_room() -> None:
     channel: Any = SimpleNamespace(world_size=512, allgather_rows=lambda row: row.view(1, -1))
     channel.sub = lambda _: channel
-    addresses = _Addresses(channel)
+    addresses = _Addresses(_Meeting(channel, 1), 0)
     told = bytes(158 + 8 * 512)  # what Gloo of torch 2 tells
     addresses.set("0", told)
-    addresses._meet()
-    assert addresses.get("0") == told
+    addresses._meeting.meet(0, "0", told)
+    assert addresses._meeting.heard == [{"0": told}]
