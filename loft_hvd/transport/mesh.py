@@ -265,9 +265,7 @@ class Mesh:
         # Gloo sends values once the other side has said that it is ready to receive them, and says
         # so behind all that is being sent on that connection.
         shards = shards_of(self, recv, skips_own=skips_own)
-        self._expected[name] = [
-            each for peer in self._sources() for each in self._recv(shards[peer], peer, name)
-        ]
+        self._expected[name] = self._recv_all(shards, name)
 
     def _sources(self) -> list[int]:
         return [(self.rank - shift) % self.world_size for shift in range(1, self.world_size)]
@@ -280,11 +278,7 @@ class Mesh:
             self._congestion.look()
         started = self._expected.pop(name, None) if phase == 0 else None
         if started is None:
-            started = [
-                each
-                for peer in self._sources()
-                for each in self._recv(recvs[peer], peer, name, phase)
-            ]
+            started = self._recv_all(recvs, name, phase)
         # Of 4 ranks rank 1 sends to 2, 3, 0 in turn: at no time do all send to the same rank.
         made: _Made = {}
         for shift in range(1, self.world_size):
@@ -331,6 +325,11 @@ class Mesh:
                 _Unread(work, room, part, rank=self._ranks[peer]) if is_compact else work
             )
         return started
+
+    def _recv_all(self, recvs: Sequence[Tensor], name: str, phase: int = 0) -> list[Any]:
+        return [
+            each for peer in self._sources() for each in self._recv(recvs[peer], peer, name, phase)
+        ]
 
     def _cut(self, values: Tensor) -> Iterator[tuple[Any, Tensor]]:
         """Yield the parts of a message, alike at both of its ends, with the group of each."""
