@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.setup.machine import find_compiler
+
 __all__ = ["main"]
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -53,12 +55,14 @@ def _build_wheel(folder: Path, *, cuda: str) -> Path:
         tempfile.TemporaryDirectory(dir=_WORK) as raw,
         tempfile.TemporaryDirectory(dir=_WORK) as good,
     ):
-        levels = os.environ.get("LOFT_HVD_LEVELS") or "all"
+        options = {"LOFT_HVD_LEVELS": os.environ.get("LOFT_HVD_LEVELS") or "all"}
+        if compiler := find_compiler(os.environ):  # the set-up's: of another nothing is taken over
+            options["CXX"] = compiler.path
         _run(
             [sys.executable, "-m", "pip", *words, raw, str(_ROOT)],
             timeout_s=_BUILD_LIMIT_S,
-            LOFT_HVD_LEVELS=levels,
             LOFT_HVD_CUDA=cuda,
+            **options,
         )
         (wheel,) = Path(raw).glob("*.whl")
         is_tagged = _give_manylinux_tag(wheel, Path(good))

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from loft_hvd.topology import cpu_flags, vector_levels
+from scripts.setup.machine import find_compiler
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -118,6 +119,14 @@ def test_the_wheel_has_the_tag_of_the_oldest_system_that_it_runs_on(made: Made) 
     assert tags, made.output
     _, _, minor = platform.libc_ver()[1].partition(".")  # of "2.36", the C library's version
     assert min(map(int, tags)) <= int(minor)
+
+
+def test_the_wheel_takes_over_what_the_set_up_has_compiled(made: Made) -> None:
+    assert made.wheel.exists()
+    compiler = find_compiler(os.environ) or pytest.skip("no g++ here")
+    folder = _ROOT / "build" / f"{sys.implementation.cache_tag}-release"
+    (used,) = re.findall(r"CMAKE_CXX_COMPILER:\w+=(.*)", (folder / "CMakeCache.txt").read_text())
+    assert used == compiler.path
 
 
 @pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
