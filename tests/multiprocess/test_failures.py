@@ -91,8 +91,8 @@ def test_a_frozen_rank_is_named_where_process_sets_are_dynamic(launcher: str, ra
 @pytest.mark.parametrize("launcher", long_first(LAUNCHERS))
 def test_without_a_heartbeat_the_wait_ends_at_its_limit_and_names_the_bucket(launcher: str) -> None:
     env = {"LOFT_HVD_TIMEOUT_S": "5", "LOFT_HVD_HEARTBEAT_S": "0"}
-    done = launch(3, [JOB, "freeze", "1"], launcher=launcher, timeout_s=22, env=env)
-    assert "waited 5 s for bucket 0 (" in done.output, done.output[-4000:]
+    done = launch(3, [JOB, "freeze", "1"], launcher=launcher, timeout_s=80, env=env)
+    done.failed(r"waited 5 s for bucket 0 \(", within_s=LIMIT_S)
 
 
 @pytest.mark.long
@@ -103,9 +103,9 @@ def test_without_a_heartbeat_the_wait_for_horovods_process_sets_ends_at_its_limi
     env = {"LOFT_HVD_TIMEOUT_S": "5", "LOFT_HVD_HEARTBEAT_S": "0"}
     env |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_CYCLE_TIME": "200"}
     env |= {"LOFT_HVD_MESH": "off"}  # in shared memory ranks wait for the bucket, not for Horovod
-    done = launch(3, [JOB, "freeze-alone", "1"], launcher=launcher, timeout_s=25, env=env)
+    done = launch(3, [JOB, "freeze-alone", "1"], launcher=launcher, timeout_s=80, env=env)
     says = r"starting '\S+': no answer from Horovod within 5 s; .*process_sets=\[\.\.\.\]"
-    assert re.search(says, done.output), done.output[-4000:]
+    done.failed(says, within_s=LIMIT_S)
 
 
 @pytest.mark.long

@@ -8,7 +8,8 @@ optimizers the other way round ("order"). With "shape" its model differs from th
 nothing is wrong: the rank holds the Python interpreter for long, as some calls do, and the others
 must wait for it; with "hold-foreign" for a minute, while they wait in a call of Horovod's own. With
 "sleep" it takes a minute over its step. With "slow-foreign" that call of Horovod's own takes 12 s
-there, as over a slow link, when the others are through with it.
+there, as over a slow link, when the others are through with it. Where nothing watches a rank
+that is frozen, the first to give up ends it: Horovod's own end would wait for it for good.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,7 @@ import horovod.torch as hvd
 import torch
 
 import loft_hvd as loft
+from loft_hvd.config import config
 from tests.support.raising import raise_in_backward
 from tests.support.training import make_data, make_model
 
@@ -119,11 +122,8 @@ def trainer(what: str) -> tuple[Any, Callable[[bool], None]]:
     return optimizer, step
 
 
-def main(what: str, faulty_rank: int) -> None:
-    if what == "leave-slowly":
-        atexit.register(take_long_to_end)
-    hvd.init()
-    torch.set_num_threads(1)
+def train(what: str, faulty_rank: int) -> None:
+    """Take 20 steps, and do what is asked at one of them."""
     is_faulty_rank = hvd.rank() == faulty_rank
     if what == "shape" and is_faulty_rank:
         print(f"fault at {time.time()}", flush=True)
@@ -143,6 +143,23 @@ def main(what: str, faulty_rank: int) -> None:
             hvd.allreduce(torch.zeros(3), name="foreign")
         for each in reversed(steps) if is_faulty else steps:
             each(is_faulty and what == "raise")
+
+
+def main(what: str, faulty_rank: int) -> None:
+    if what == "leave-slowly":
+        atexit.register(take_long_to_end)
+    hvd.init()
+    torch.set_num_threads(1)
+    processes = hvd.allgather(torch.tensor([os.getpid()]), name="processes").tolist()
+    try:
+        train(what, faulty_rank)
+    except loft.LoftError:
+        if not what.startswith("freeze") or config().heartbeat_s > 0:
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os.kill(processes[faulty_rank], signal.SIGKILL)
+        os._exit(1)
     print(f"rank {hvd.rank()} has finished", flush=True)
 
 
