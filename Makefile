@@ -29,8 +29,8 @@ RANKS := OMP_NUM_THREADS=1
 # Tests that start ranks run two at a time, as many wait; but these judge times closely, or have
 # Horovod start anew in its processes, which Gloo does not always survive on crowded cores.
 SERIAL := tests/multiprocess tests/testbed
-ALONE := $(addprefix tests/multiprocess/test_,bench.py culprits.py demo.py doctor_run.py elastic.py emulated.py \
-  gpu_ranks.py horovods_tests.py long_runs.py store.py strangers.py) $(addprefix tests/testbed/test_,benchmark.py testbed.py)
+ALONE := $(addprefix tests/multiprocess/test_,culprits.py demo.py doctor_run.py elastic.py emulated.py gpu_ranks.py \
+  horovods_tests.py strangers.py) tests/testbed/test_testbed.py
 BUILDS := tests/native
 # Unit tests spread over the cores, one thread each; a process without work takes half of another's.
 SPREAD := -n auto --maxprocesses=8 --dist worksteal

@@ -35,11 +35,3 @@ def test_on_equal_ranks_planning_costs_a_hundredth_of_a_step_at_most() -> None:
     first_quarter = sorted(found["ratios"])[len(found["ratios"]) // 4]
     assert first_quarter <= 1.01, found
     assert found["own_share"] <= 0.01, found
-
-
-def test_micro_batches_free_the_share_from_the_cap_and_train_alike() -> None:
-    found = run("capped", 40)
-    assert found["ratio"] <= 0.75, found
-    assert found["largest"]["micro"][3] <= 16, found
-    assert max(found["largest"]["share"]) == 96, found
-    assert max(found["apart"].values()) <= 1e-5 < found["moved"], found
