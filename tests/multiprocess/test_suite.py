@@ -18,7 +18,8 @@ long, whole = pytest.mark.long, [pytest.mark.long, pytest.mark.whole]
     ("launcher", "num_ranks", "mesh", "tests"),
     [
         ("gloo", 1, "auto", RANKS),
-        pytest.param("gloo", 2, "auto", RANKS, marks=long),
+        pytest.param("gloo", 2, "auto", CONFORM, marks=long),
+        pytest.param("gloo", 2, "auto", RANKS, marks=whole),  # two ranks, all of it: mpi
         ("gloo", 3, "auto", RANKS),
         pytest.param("gloo", 3, "off", RANKS, marks=whole),
         pytest.param("gloo", 3, "on", CONFORM, marks=long),
