@@ -27,7 +27,7 @@ whole = [pytest.mark.long, pytest.mark.whole]
         pytest.param("whole auto held_back averaged", 3, marks=long),
         pytest.param("levels watched", 4, marks=long),
         pytest.param("same_data not_finite", 3, marks=long),
-        pytest.param("same_data", 8, marks=long),
+        pytest.param("same_data", 8, marks=whole),
     ],
 )
 def test_torch_ranks(whats: str, num_ranks: int, tmp_path: Path) -> None:

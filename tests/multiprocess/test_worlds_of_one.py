@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import launch
+from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(90)]
 
@@ -55,10 +56,10 @@ def test_an_error_names_the_launcher_and_the_way_out(
     assert says in done.output, done.output[-4000:]
 
 
-@pytest.mark.parametrize(
-    ("script", "launcher"), [(HOROVOD, "gloo"), (HOROVOD, "mpi"), (TORCH, "torchrun")]
-)
 @pytest.mark.long  # every other test of ranks says so, too
+@pytest.mark.parametrize(
+    ("script", "launcher"), long_first([(HOROVOD, "mpi"), (HOROVOD, "gloo"), (TORCH, "torchrun")])
+)
 def test_ranks_that_meet_are_not_refused(script: str, launcher: str, tmp_path: Path) -> None:
     job = tmp_path / "train.py"
     job.write_text(script, encoding="utf-8")
