@@ -56,6 +56,19 @@ void check(const Job& job);
 void check_rows(const Job& job, void* out);  // where only rows and the place of a result count
 void aggregate_cpu(const Job& job, const CpuOptions& options);
 
+// Blocks of rows that did not come: missing[row * num_blocks + block] is not 0. A block has
+// block_numel coordinates, the last one what is left.
+struct Holes {
+  const uint8_t* missing = nullptr;  // [rows, num_blocks]
+  int64_t block_numel = 0;
+  int64_t least = 0;  // rows that must have come of a block with a hole, above 2f
+};
+
+// Fills them in place, all holes of a block alike: the job's rule, on the rows that came there. Its
+// rows are written, `out` is not used. Returns -1, or the first block of which too few rows came,
+// and has then filled nothing.
+int64_t fill_cpu(const Job& job, const Holes& holes, const CpuOptions& options);
+
 // Squared distances between rows, and from zero: table[i][k] for i < k <= rows, of which column
 // `rows` has the squared lengths; [rows + 1, rows + 1], other entries untouched. Not finite where a
 // row is not. `params`, `weights` and `out` of the job are not used.

@@ -82,6 +82,21 @@ void bind_kernels(py::module_& module) {
       "isa"_a, "diagnose_every"_a,
       "Aggregate rows into out. With diagnose_every > 0, look at one block of so many and return "
       "(coordinates, num_outside, num_non_finite, squared_distance), the last three one a row.");
+  module.def(
+      "fill_cpu",
+      [](const std::vector<uintptr_t>& rows, int64_t numel, int dtype, int rule, int kind, int f,
+         std::vector<int32_t> weights, uintptr_t missing, int64_t block_numel, int64_t least,
+         int threads, const std::string& isa) {
+        const Job job = job_of(rows, numel, dtype, rule, kind, f, std::move(weights), 0);
+        const Holes holes{reinterpret_cast<const uint8_t*>(missing), block_numel, least};
+        const Unlocked release;
+        return fill_cpu(job, holes, {threads, isa, nullptr, 0});
+      },
+      "rows"_a, "numel"_a, "dtype"_a, "rule"_a, "kind"_a, "f"_a, "weights"_a, "missing"_a,
+      "block_numel"_a, "least"_a, "threads"_a, "isa"_a,
+      "Fill blocks of rows, in place, by the rule on the rows that came there. Blocks did not come "
+      "where missing, bytes [rows, blocks of block_numel values], is not 0. Return -1, or the "
+      "first block of which fewer than `least` rows came, and then fill none.");
   // Rules that see rows: a table of distances, from which Python computes a matrix, and sums of
   // rows by that matrix with a rule over them.
   module.def(

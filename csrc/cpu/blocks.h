@@ -36,17 +36,18 @@ class FloatState {
 };
 
 // Calls body(begin, end) for every block of `numel` coordinates, each of which has so many bytes of
-// input; a thread's first exception comes back.
+// input; a thread's first exception comes back. A thread takes `block` of them at a time.
 template <typename Body>
-void for_blocks(int64_t numel, int64_t bytes, int threads, const Body& body) {
+void for_blocks(int64_t numel, int64_t bytes, int threads, const Body& body,
+                int64_t block = kBlock) {
   std::atomic<int64_t> next{0};  // coordinate from which on nobody has taken any yet
   std::exception_ptr failure;
   std::mutex guard;
   const auto loop = [&] {
     const FloatState state;
     try {
-      for (int64_t begin; (begin = next.fetch_add(kBlock)) < numel;) {
-        body(begin, std::min(numel, begin + kBlock));
+      for (int64_t begin; (begin = next.fetch_add(block)) < numel;) {
+        body(begin, std::min(numel, begin + block));
       }
     } catch (...) {
       const std::lock_guard<std::mutex> lock(guard);
@@ -55,7 +56,7 @@ void for_blocks(int64_t numel, int64_t bytes, int threads, const Body& body) {
   };
   std::vector<std::thread> helpers;
   const int64_t most = std::min<int64_t>(threads, numel * bytes / kBytesAThread);
-  for (int64_t i = 1; i < std::min(most, (numel + kBlock - 1) / kBlock); ++i) {
+  for (int64_t i = 1; i < std::min(most, (numel + block - 1) / block); ++i) {
     try {
       helpers.emplace_back(loop);
     } catch (const std::exception&) {

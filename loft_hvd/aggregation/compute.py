@@ -29,6 +29,7 @@ __all__ = [
     "aggregate_rows",
     "as_tensor",
     "decide",
+    "fill_rows",
     "measure_rows",
     "num_threads",
     "queue_distances",
@@ -121,6 +122,66 @@ def aggregate_rows(
         found = module.aggregate_cpu(*job, num_threads(), config().isa or "", diagnose_every)
     tell_autograd(out)
     return found
+
+
+def fill_rows(
+    rows: Sequence[Tensor],
+    missing: Tensor,
+    rule: Rule,
+    *,
+    block_numel: int,
+    least: int,
+    weights: Sequence[int] | None,
+) -> int | None:
+    """Fill blocks that are missing in place, by a rule on the rows that came there.
+
+    Args:
+        rows: on the CPU, 1-D with unit stride, one dtype; none absent.
+        missing: contiguous uint8, [rows, blocks of block_numel], not 0 where a block is missing.
+        rule: a coordinate-wise one that fits ``least`` rows.
+        block_numel: values of a block.
+        least: rows that must have come of a block with a hole.
+        weights: a weight above 0 for each row, or None.
+
+    Returns:
+        None, or the first block of which fewer came; nothing is filled then.
+    """
+    weights = reduce_weights(weights)
+    module = _extension_for(rows[0])
+    if module is not None and hasattr(module, "fill_cpu"):
+        short = module.fill_cpu(
+            *_job_of(rows),
+            rule.code,
+            rule.kind_code,
+            rule.f,
+            weights or [],
+            missing.data_ptr(),
+            block_numel,
+            least,
+            num_threads(),
+            config().isa or "",
+        )
+        for row in rows:
+            tell_autograd(row)
+        return None if short < 0 else int(short)
+    num_missing = torch.count_nonzero(missing, dim=0)
+    for block in (num_missing > len(rows) - least).nonzero().flatten().tolist():
+        if num_missing[block]:
+            return int(block)
+    for block in missing.any(dim=0).nonzero().flatten().tolist():
+        span = slice(block * block_numel, (block + 1) * block_numel)
+        is_gap = missing[:, block].bool().tolist()
+        came = [row for row, is_missing in enumerate(is_gap) if not is_missing]
+        gaps = [row[span] for row, is_missing in zip(rows, is_gap, strict=True) if is_missing]
+        fallback.aggregate_rows(
+            [rows[row][span] for row in came],
+            rule,
+            weights=reduce_weights(None if weights is None else [weights[row] for row in came]),
+            out=gaps[0],
+        )
+        for gap in gaps[1:]:
+            gap.copy_(gaps[0])
+    return None
 
 
 def measure_rows(rows: Sequence[Row]) -> Floats:

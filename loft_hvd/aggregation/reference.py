@@ -14,6 +14,10 @@ between the smallest and the largest kept value.
 Rules that see rows mix them first: ``distances.py`` and ``mixing.py`` hold their law, and the rule
 that aggregates the mixed rows is one of this page's.
 
+Holes. Where a block did not come of some rows, ``filling_rule`` makes values of the rows that came,
+which are put into all others (``filled``). It survives as many wrong rows as the rule does. What it
+makes has no -0, and one NaN, as results have.
+
 ``apply`` is the law: what a rule makes of values in order. ``reference`` puts whole rows in
 order by the book and applies it; ``fallback.py`` orders them faster and applies the same law.
 """
@@ -42,7 +46,7 @@ from loft_hvd.aggregation.rules import (
     TrimmedMean,
 )
 
-__all__ = ["Kept", "apply", "reference", "window"]
+__all__ = ["Kept", "apply", "filled", "filling_rule", "reference", "window"]
 
 Array = npt.NDArray[Any]
 RankedRows: TypeAlias = "list[Tensor]"  # [numel] each, one a rank
@@ -233,6 +237,59 @@ def reference(
             result[span] = _ranked_and_applied(part, inner, by, precision)[0]
         result[span] += np.dtype(precision).type(0)  # -0 becomes +0
     return result
+
+
+def filling_rule(rule: Rule) -> Rule:
+    """Return what fills holes of rows that ``rule`` aggregates afterwards."""
+    if isinstance(rule, Mean):
+        return Mean()
+    if not rule.counts_weight:
+        return TrimmedMean(rule.f)
+    # A median, or a rule that survives what a median does whatever its f: perhaps around one.
+    inner: Any = rule
+    while isinstance(getattr(inner, "rule", None), Rule):
+        inner = inner.rule
+    return inner if isinstance(inner, Median) else Median()
+
+
+def filled(
+    gradients: npt.ArrayLike,
+    missing: npt.ArrayLike,
+    block_numel: int,
+    rule: Rule,
+    *,
+    own: int,
+    weights: Sequence[int] | None = None,
+    present: Sequence[bool] | None = None,
+    precision: npt.DTypeLike = np.float64,
+) -> Array:
+    """Fill the holes of ``gradients`` as ``filling.fill_holes`` does, slowly and by the book.
+
+    Args:
+        gradients: one row per worker, shape [world_size, numel], floating point.
+        missing: true where a block did not come, [world_size, num_blocks].
+        block_numel: values of a block; the last one has what is left.
+        rule: any rule but ``Custom``.
+        own: the row that did not travel, and fills no hole under a mean.
+        weights: sample count of each row, [world_size]; None for equal weights.
+        present: [world_size]; None for all.
+        precision: as in ``reference``; of the result, too.
+    """
+    values, is_missing = np.array(gradients, precision), np.asarray(missing, bool)
+    world_size = len(values)
+    counts = np.ones(world_size, np.int64) if weights is None else np.asarray(weights, np.int64)
+    counts = counts * (np.ones(world_size, bool) if present is None else np.asarray(present, bool))
+    for block in range(is_missing.shape[1]):
+        span = slice(block * block_numel, (block + 1) * block_numel)
+        holes, came = is_missing[:, block] & (counts > 0), ~is_missing[:, block] & (counts > 0)
+        by = None
+        if isinstance(rule, Mean):
+            came[own] = False
+            by = counts[came].tolist()
+        if holes.any():
+            part, law = values[came, span], filling_rule(rule)
+            values[holes, span] = reference(part, law, weights=by, precision=precision)
+    return values
 
 
 def window(

@@ -107,6 +107,25 @@ def refuse_all(
     calls.refused(mix, *given, ones, ones, 1, 1, 0, 1, none, to, *end)
 
 
+def fill_all(calls: Calls, draw: np.random.Generator) -> None:
+    """Blocks of rows of just their size are filled; what says which is of just its size as well."""
+    fill = calls.module.fill_cpu
+    for code in range(4):
+        for num_rows, numel, block_numel in ((3, 17, 5), (8, 1000, 320), (17, 33, 64), (4, 0, 1)):
+            *rows, _ = rows_of(draw, num_rows, numel, code)
+            missing = np.zeros((num_rows, -(-numel // block_numel)), np.uint8)
+            missing[1], missing[2, :1] = 1, 1
+            given = [row.ctypes.data for row in rows], numel, code
+            where = missing.ctypes.data, block_numel
+            for rule, weights in ((0, []), (1, []), (1, [1 + row % 3 for row in range(num_rows)])):
+                calls.right(fill, *given, rule, 0, 0, weights, *where, 1, 2, "")
+                calls.right(fill, *given, rule, 0, 0, weights, *where, num_rows, 2, "")
+            calls.refused(fill, *given, 1, 0, 0, [], *where, 0, 1, "")
+            calls.refused(fill, *given, 1, 0, 0, [], where[0], 0, 1, 1, "")
+            calls.refused(fill, *given, 1, 0, 0, [1], *where, 1, 1, "")
+            calls.refused(fill, *given, 1, 0, num_rows, [], *where, num_rows, 1, "")
+
+
 def absorb_all(calls: Calls, draw: np.random.Generator) -> None:
     """Gradients go into averages, in blocks of just their size."""
     absorb = calls.module.absorb_cpu
@@ -205,6 +224,7 @@ def beat(calls: Calls) -> None:
 def main(path: str) -> int:
     calls = Calls(load(path))
     aggregate_all(calls, np.random.default_rng(0))
+    fill_all(calls, np.random.default_rng(3))
     absorb_all(calls, np.random.default_rng(2))
     compact_all(calls, np.random.default_rng(1))
     share_all(calls)

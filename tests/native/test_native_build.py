@@ -267,7 +267,7 @@ def test_a_change_compiles_again_what_depends_on_it_only(tmp_path: Path) -> None
         }
 
     assert "no work to do" in build(folder, *targets)
-    jobs = {"aggregate.cpp", "row_rules.cpp", "diagnostics.cpp", "job_checks.cpp"}
+    jobs = {"aggregate.cpp", "fill.cpp", "row_rules.cpp", "diagnostics.cpp", "job_checks.cpp"}
     assert compiled_after_touching("aggregate.h") == jobs
     codec = {"compact.cpp", "messages.cpp", "levels.cpp"}
     assert compiled_after_touching("wire/compact.h") == codec

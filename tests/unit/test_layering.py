@@ -43,6 +43,7 @@ _LAYERS = {
     "aggregation/diagnostics.py": 2,
     "aggregation/distances.py": 2,
     "aggregation/fallback.py": 2,
+    "aggregation/filling.py": 2,
     "aggregation/mixing.py": 2,
     "aggregation/ops.py": 2,
     "aggregation/reference.py": 2,
