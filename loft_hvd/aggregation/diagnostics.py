@@ -6,15 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
 from loft_hvd.aggregation import fallback
-from loft_hvd.aggregation.aggregate import call_custom, read_call
+from loft_hvd.aggregation.aggregate import aggregate, call_custom, read_call
 from loft_hvd.aggregation.compute import aggregate_rows, as_tensor
-from loft_hvd.aggregation.fallback import Found, Judged
-from loft_hvd.aggregation.inputs import Gradients, Presence, Row, Weights, read_count
+from loft_hvd.aggregation.fallback import BLOCK, Found, Judged
+from loft_hvd.aggregation.filling import Holes
+from loft_hvd.aggregation.inputs import (
+    Gradients,
+    Presence,
+    Row,
+    Weights,
+    counting_rows,
+    read_count,
+)
 from loft_hvd.aggregation.rules import Custom, Rule
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["Diagnostics", "diagnose"]
+__all__ = ["Diagnostics", "diagnose", "diagnose_filled"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,48 @@ def diagnose(
             )
         found += _spread(raw, part.numbers, world_size)
     return out, found
+
+
+def diagnose_filled(
+    rows: Tensor | Sequence[Tensor],
+    rule: Rule,
+    holes: Holes,
+    *,
+    weights: Sequence[int] | None = None,
+    present: Sequence[bool] | None = None,
+    out: Tensor,
+    every: int,
+) -> Diagnostics:
+    """Aggregate rows whose holes were filled, and find out what each did where no row had one.
+
+    What was filled is nobody's doing: it lies nearer to the others than a row's own values, and two
+    rows with a hole in the same block are equal there bit for bit. So of every block that is looked
+    at those wire blocks are taken that all rows have sent; a rule that sees rows judges them there
+    by these alone, unless it has decided before, over the whole model.
+
+    Args:
+        rows: on a CPU, [num_rows, numel], or one by one; filled.
+        rule: any but ``Custom``.
+        holes: what was filled.
+        weights: this and the next as in ``fill_holes``.
+        present: which rows count.
+        out: where to put the result, [numel]: the bits of ``aggregate``.
+        every: as in ``diagnose``.
+    """
+    aggregate(rows, rule, weights=weights, present=present, out=out)
+    counting = counting_rows(len(rows), weights, present)
+    is_whole = torch.count_nonzero(holes.missing[counting], dim=0) == 0  # [num_blocks]
+    block_numel, kept = holes.block_numel, [torch.arange(0)]
+    for begin in range(0, len(out), BLOCK * every):
+        end = min(begin + BLOCK, len(out))
+        first, last = begin // block_numel, -(-end // block_numel)  # wire blocks that it touches
+        is_kept = is_whole[first:last].repeat_interleave(block_numel)[begin - first * block_numel :]
+        kept.append(begin + is_kept[: end - begin].nonzero().flatten())
+    places = torch.cat(kept)
+    if len(places) == 0:
+        return Diagnostics.empty(len(rows))
+    values = torch.stack([row.index_select(0, places) for row in rows])  # [n, kept]
+    return diagnose(values, rule, weights=weights, present=present, every=1)[1]
 
 
 def _spread(found: Found | Judged, chosen: Sequence[int], world_size: int) -> Diagnostics:

@@ -4,6 +4,8 @@
 
     PACK        values are put into the wire's format
     ALL_TO_ALL  shard j of every rank travels to rank j
+    FILL        blocks that did not come are filled from those that did, where the wire may lose
+                some
     AGGREGATE   rank j applies the rule to its rows, one of every rank; before that DISTANCES and
                 SELECT where a rule judges rows over the whole model (``selection.py``)
     ALL_GATHER  rank j's result travels to every rank
@@ -23,12 +25,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.aggregate import aggregate
+from loft_hvd.aggregation.filling import Holes, fill_holes
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.pipeline.selection import Scope, SelectionPart, total
 from loft_hvd.pipeline.streams import used_here
@@ -63,6 +66,7 @@ class Stage(enum.Enum):
     PACK = "pack"
     ALL_REDUCE = "all-reduce"
     ALL_TO_ALL = "all-to-all"
+    FILL = "fill"
     DISTANCES = "distances"
     SELECT = "select"
     AGGREGATE = "aggregate"
@@ -122,16 +126,37 @@ class Owners:
 Rows = Tensor | Sequence[Tensor]
 """Rows of values, [num_rows, numel], or one by one."""
 
-RunRule = Callable[[Rows, Rule, PassWeights | None, Tensor], None]
-"""``(rows, rule, weights, out)``: rows is [num_rows, numel], out is [numel], of one dtype."""
+
+class RunRule(Protocol):
+    """Applies a rule, and may look at the rows on the way."""
+
+    def __call__(
+        self,
+        rows: Rows,
+        rule: Rule,
+        weights: PassWeights | None,
+        out: Tensor,
+        holes: Holes | None = None,
+    ) -> None:
+        """Aggregate rows [num_rows, numel] into ``out``, [numel], all of one dtype.
+
+        ``holes`` are filled already; it says which values are no row's own.
+        """
+
 
 Enter = Callable[[Stage], None]
 Steps = Callable[[Enter, Tensor, Tensor, PassWeights | None], Iterator[Work]]
 """``(enter, source, result, weights)``: says which stage begins, yields what is in flight."""
 
 
-def run_rule(rows: Rows, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
-    """Apply a rule to rows [num_rows, numel]; ``out`` is [numel]."""
+def run_rule(
+    rows: Rows,
+    rule: Rule,
+    weights: PassWeights | None,
+    out: Tensor,
+    holes: Holes | None = None,
+) -> None:
+    """Apply a rule to rows [num_rows, numel], and look at nothing; ``out`` is [numel]."""
     aggregate(
         rows,
         rule,
@@ -148,12 +173,26 @@ def apply_rule(
     rows: Rows,
     weights: PassWeights | None,
     out: Tensor,
+    holes: Holes | None = None,
 ) -> Iterator[Work]:
     """Apply the rule to an owner's rows [num_rows, numel]; ``out`` is [numel].
 
-    Yields what it waits for where the rule judges rows over the whole model.
+    ``holes`` in them are filled first, in place. Yields what it waits for where the rule judges
+    rows over the whole model.
     """
     rule, selection = spec.rule, spec.selection
+    if holes is not None and not holes.is_any:
+        holes = None
+    if holes is not None:
+        enter(Stage.FILL)
+        fill_holes(
+            rows,
+            holes,
+            rule,
+            own=spec.lane.rank,
+            weights=None if weights is None else weights.weights,
+            present=None if weights is None else weights.present,
+        )
     if selection is not None and selection.measures:
         enter(Stage.DISTANCES)
         selection.measure(rows, weights)
@@ -161,7 +200,7 @@ def apply_rule(
         yield from selection.wait()
         rule = selection.rule_by(total(selection.sums), weights)
     enter(Stage.AGGREGATE)
-    run(rows, rule, weights, out)
+    run(rows, rule, weights, out, holes)
 
 
 class Exchange:

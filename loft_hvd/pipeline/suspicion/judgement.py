@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
+from loft_hvd.aggregation.filling import Holes
 from loft_hvd.aggregation.row_rules import Robust, RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.pipeline.buckets import Bucket
@@ -182,9 +183,16 @@ class Judgement:
 
     # A step, in the engine's thread.
 
-    def run(self, rows: Rows, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+    def run(
+        self,
+        rows: Rows,
+        rule: Rule,
+        weights: PassWeights | None,
+        out: Tensor,
+        holes: Holes | None = None,
+    ) -> None:
         """Apply a rule to rows, as ``run_rule``, and look at them on the way."""
-        self.watch.run(rows, rule, weights, out)
+        self.watch.run(rows, rule, weights, out, holes)
 
     def packed(self, bucket: Bucket, values: Tensor, rule: Rule) -> None:
         """Look at what this rank is about to send of a bucket, [numel]; it may mark it."""

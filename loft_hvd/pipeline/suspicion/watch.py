@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from loft_hvd.aggregation.diagnostics import diagnose
+from loft_hvd.aggregation.diagnostics import diagnose, diagnose_filled
+from loft_hvd.aggregation.filling import Holes
 from loft_hvd.aggregation.rules import Custom, Mean, Rule
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, MismatchError
 from loft_hvd.pipeline.levels import group_weights
@@ -76,8 +77,15 @@ class Unwatched:
     def __init__(self, why: str) -> None:
         self._why = why
 
-    def run(self, rows: Rows, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
-        run_rule(rows, rule, weights, out)
+    def run(
+        self,
+        rows: Rows,
+        rule: Rule,
+        weights: PassWeights | None,
+        out: Tensor,
+        holes: Holes | None = None,
+    ) -> None:
+        run_rule(rows, rule, weights, out, holes)
 
     def mask(self, weights: PassWeights) -> PassWeights:
         return weights  # nobody is in quarantine
@@ -157,19 +165,26 @@ class WorkerWatch:
 
     # In the engine's thread.
 
-    def run(self, rows: Rows, rule: Rule, weights: PassWeights | None, out: Tensor) -> None:
+    def run(
+        self,
+        rows: Rows,
+        rule: Rule,
+        weights: PassWeights | None,
+        out: Tensor,
+        holes: Holes | None = None,
+    ) -> None:
         """Apply a rule to rows, as ``run_rule``, and look at them on the way."""
         if isinstance(rule, Mean):  # it keeps every value: no row could be outside
-            run_rule(rows, rule, weights, out)
+            run_rule(rows, rule, weights, out, holes)
             return
-        _, found = diagnose(
-            rows,
-            rule,
-            weights=None if weights is None else weights.weights,
-            present=None if weights is None else weights.present,
-            out=out,
-            every=self._settings.every,
-        )
+        by = None if weights is None else weights.weights
+        present, every = None if weights is None else weights.present, self._settings.every
+        if holes is None:
+            _, found = diagnose(rows, rule, weights=by, present=present, out=out, every=every)
+        else:
+            found = diagnose_filled(
+                rows, rule, holes, weights=by, present=present, out=out, every=every
+            )
         self._evidence.add(found)
 
     # In the user's thread.
