@@ -204,7 +204,7 @@ def diagnose_filled(
     places = torch.cat(kept)
     if len(places) == 0:
         return Diagnostics.empty(len(rows))
-    values = torch.stack([row.index_select(0, places) for row in rows])  # [n, kept]
+    values = [row.index_select(0, places) for row in rows]  # [kept] each
     return diagnose(values, rule, weights=weights, present=present, every=1)[1]
 
 
