@@ -76,9 +76,13 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
         configure.append(f"-DLOFT_ASKED={asked}")
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(folder), "--parallel", jobs], check=True)
-        built = next(folder.glob("_loft*.so"))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(built, target)
+        # A second one is optional, and found beside the first.
+        built = list(folder.glob(f"{ext.name.rpartition('.')[2]}.*so"))
+        if built:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(built[0], target)
+        elif not ext.optional:
+            raise SystemExit(f"{folder} has no {ext.name}")
 
     def _levels(self) -> str:
         """Return the instruction sets to build: a checkout runs here, a wheel anywhere."""
@@ -95,4 +99,10 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
             cache.unlink()  # last: an interrupted build begins here again
 
 
-setup(ext_modules=[Extension("loft_hvd._loft", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[
+        Extension("loft_hvd._loft", sources=[]),
+        Extension("loft_hvd._loft_datagram", sources=[], optional=True),  # where OpenSSL is
+    ],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -1,0 +1,239 @@
+// Layer 2. One rank's side of the way to another rank: numbers of packets, which of them have
+// arrived, and which are lost.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+
+#include "datagram/packet.h"
+#include "datagram/rate.h"
+
+namespace loft::datagram {
+
+// A packet that is not acknowledged yet, and what it carries.
+struct Flying {
+  uint64_t number;
+  Nanos sent_at;
+  Kind kind;
+  bool is_gone;  // acknowledged, or given up as lost
+  int bytes;     // with its headers
+  uint64_t operation;
+  uint32_t block;
+  SendMark mark, mark_of_all;  // for the rate of this link, and of all
+};
+
+struct LinkCounts {
+  uint64_t packets_sent = 0, packets_lost = 0, packets_received = 0, packets_refused = 0;
+  uint64_t blocks_sent_again = 0, rows_closed_early = 0, blocks_missing = 0;
+};
+
+class Link {
+ public:
+  Rate rate{true};
+  LinkCounts counts;
+
+  // Sending.
+
+  // Numbers a packet, and notes what it carries; acknowledgements are not noted.
+  uint64_t sent(Nanos now, Kind kind, uint64_t operation, uint32_t block, int bytes,
+                const SendMark& mark_of_all) {
+    ++counts.packets_sent;
+    const uint64_t number = next_number_++;
+    if (kind == Kind::kAck) return number;
+    const SendMark mark = rate.sent(now, in_flight_);
+    flying_.push_back({number, now, kind, false, bytes, operation, block, mark, mark_of_all});
+    in_flight_ += bytes;
+    if (in_flight_ == bytes) heard_or_sent_at_ = waiting_since_ = now;
+    next_at_ = rate.after(now, next_at_, bytes);
+    return number;
+  }
+
+  bool has_window(double all_bytes_per_s) const {
+    return in_flight_ < rate.window(all_bytes_per_s);
+  }
+  Nanos next_at() const { return next_at_; }
+  int64_t in_flight() const { return in_flight_; }
+
+  // Takes how long what an acknowledgement is for was on its way.
+  void time(Nanos now, const Ack& ack) {
+    for (const Flying& each : flying_) {
+      if (each.number != ack.highest || each.is_gone) continue;
+      const Nanos held = static_cast<Nanos>(ack.held_us) * kMicro, trip = now - each.sent_at;
+      rate.round_trip(now, held > 0 && held < trip ? trip - held : trip);
+      // The two clocks differ by we know not what, but always by that. Numbers begin anew after 71
+      // minutes.
+      const uint32_t way_us = ack.arrived_us - static_cast<uint32_t>(each.sent_at / kMicro);
+      if (!has_way_) first_way_us_ = way_us;
+      has_way_ = true;
+      rate.one_way(now, static_cast<int32_t>(way_us - first_way_us_) * kMicro);
+    }
+  }
+
+  // Takes an acknowledgement; calls arrived(packet) and lost(packet) for those that it decides.
+  // `queue` is how long packets wait on this link alone.
+  template <typename Arrived, typename Lost>
+  void acknowledged(Nanos now, const Ack& ack, Nanos queue, const Arrived& arrived,
+                    const Lost& lost) {
+    heard_or_sent_at_ = waiting_since_ = now;
+    num_probes_ = 0;
+    for (Flying& each : flying_) {
+      if (each.number > ack.highest) break;
+      if (each.is_gone || !has_come(ack, each.number)) continue;
+      if (each.sent_at > newest_arrived_at_) newest_arrived_at_ = each.sent_at;
+      if (each.number > highest_arrived_) highest_arrived_ = each.number;
+      rate.acknowledged(now, each.sent_at, each.bytes, each.mark, queue);
+      take_off(each);
+      arrived(each);
+    }
+    find_lost(lost);
+    rate.turn(now, in_flight_);
+  }
+
+  // Gives packets up of which later ones have arrived.
+  template <typename Lost>
+  void find_lost(const Lost& lost) {
+    const Nanos patience = rate.shortest_trip() / 8;
+    for (Flying& each : flying_) {
+      if (each.number + kReordered > highest_arrived_) break;
+      if (each.is_gone || each.sent_at + patience > newest_arrived_at_) continue;
+      give_up(each, lost);
+    }
+    drop_gone();
+  }
+
+  // When nothing is heard for so long, the oldest packet is sent once more, to hear something.
+  Nanos probe_at() const {
+    if (in_flight_ == 0) return kNever;
+    const Nanos trip = rate.smooth_trip() > 0 ? rate.smooth_trip() : kFirstTrip;
+    Nanos patience = 3 * trip / 2 + 4 * rate.trip_spread() + kScheduler;
+    for (int i = 1; i < num_probes_ && patience < kMostPatience; ++i) patience += patience / 2;
+    return heard_or_sent_at_ + (patience < kMostPatience ? patience : kMostPatience);
+  }
+
+  template <typename Lost>
+  void probe(Nanos now, const Lost& lost) {
+    ++num_probes_;
+    heard_or_sent_at_ = now;
+    int num_given_up = 0;
+    for (Flying& each : flying_) {
+      if (each.is_gone) continue;
+      give_up(each, lost);
+      if (++num_given_up == kProbePackets) break;
+    }
+    drop_gone();
+  }
+
+  // Receiving.
+
+  // Whether a packet of this number is new; notes it.
+  bool is_new(uint64_t number) const {
+    if (number > highest_) return true;
+    const uint64_t back = highest_ - number;
+    return back > 0 && back <= kWindow && !bit(back - 1);
+  }
+
+  void received(Nanos now, uint64_t number, bool wants_ack) {
+    ++counts.packets_received;
+    if (number > highest_) {
+      shift(number - highest_);
+      highest_ = number;
+      newest_at_ = now;
+    } else {
+      const uint64_t at = highest_ - number - 1;
+      window_[at / 64] |= uint64_t{1} << (at % 64);
+    }
+    if (!wants_ack) return;
+    if (num_unacknowledged_++ == 0) oldest_unacknowledged_at_ = now;
+  }
+
+  Nanos ack_at() const {
+    if (num_unacknowledged_ == 0) return kNever;
+    if (num_unacknowledged_ >= kAckEvery) return 0;
+    const Nanos trip = rate.shortest_trip();
+    const Nanos wait = trip > 0 && trip / 8 < kAckDelay ? trip / 8 : kAckDelay;
+    return oldest_unacknowledged_at_ + wait;
+  }
+
+  Ack make_ack(Nanos now) {
+    num_unacknowledged_ = 0;
+    Ack ack{highest_,
+            static_cast<uint32_t>(newest_at_ / kMicro),
+            static_cast<uint32_t>((now - newest_at_) / kMicro),
+            {}};
+    for (int i = 0; i < kAckedPackets / 64; ++i) ack.before[i] = window_[i];
+    return ack;
+  }
+
+  // Since when something is under way, and nothing is heard; kNever where nothing is.
+  Nanos waiting_since() const { return in_flight_ > 0 ? waiting_since_ : kNever; }
+  // Time has stood still for this process.
+  void paused(Nanos for_how_long) {
+    waiting_since_ += for_how_long;
+    heard_or_sent_at_ += for_how_long;
+  }
+
+  static constexpr Nanos kNever = INT64_MAX;
+
+ private:
+  static constexpr int kWindow = 1024;  // packets that may come after later ones
+  static constexpr int kReordered = 3;  // of RFC 9002: later ones that have arrived
+  static constexpr int kAckEvery = 8;   // packets
+  static constexpr int kProbePackets = 2;
+  static constexpr Nanos kAckDelay = kMilli, kScheduler = 5 * kMilli, kFirstTrip = 50 * kMilli,
+                         kMostPatience = kSecond / 4;
+
+  static bool has_come(const Ack& ack, uint64_t number) {
+    if (number == ack.highest) return true;
+    const uint64_t at = ack.highest - number - 1;
+    return at < kAckedPackets && (ack.before[at / 64] >> (at % 64) & 1);
+  }
+
+  template <typename Lost>
+  void give_up(Flying& each, const Lost& lost) {
+    ++counts.packets_lost;
+    rate.lost(each.bytes);
+    take_off(each);
+    lost(each);
+  }
+
+  void take_off(Flying& each) {
+    each.is_gone = true;
+    in_flight_ -= each.bytes;
+  }
+
+  void drop_gone() {
+    while (!flying_.empty() && flying_.front().is_gone) flying_.pop_front();
+  }
+
+  bool bit(uint64_t at) const { return window_[at / 64] >> (at % 64) & 1; }
+
+  // Moves the window on by so many numbers; the highest one so far falls into it.
+  void shift(uint64_t by) {
+    constexpr int kWords = kWindow / 64;
+    const uint64_t words = by / 64, bits = by % 64;
+    for (int i = kWords - 1; i >= 0; --i) {
+      const int64_t from = i - static_cast<int64_t>(words < kWords ? words : kWords);
+      const uint64_t high = from >= 0 ? window_[from] : 0;
+      const uint64_t low = from >= 1 ? window_[from - 1] : 0;
+      window_[i] = bits ? high << bits | low >> (64 - bits) : high;
+    }
+    if (by <= kWindow && highest_ > 0) window_[(by - 1) / 64] |= uint64_t{1} << ((by - 1) % 64);
+  }
+
+  uint64_t next_number_ = 1;
+  std::deque<Flying> flying_;  // by number
+  int64_t in_flight_ = 0;      // bytes
+  Nanos next_at_ = 0;
+  bool has_way_ = false;
+  uint32_t first_way_us_ = 0;
+  Nanos newest_arrived_at_ = 0;  // when the newest packet that has arrived had been sent
+  uint64_t highest_arrived_ = 0;
+  Nanos heard_or_sent_at_ = 0, waiting_since_ = 0;
+  int num_probes_ = 0;
+
+  uint64_t highest_ = 0, window_[kWindow / 64] = {};
+  Nanos newest_at_ = 0, oldest_unacknowledged_at_ = 0;
+  int num_unacknowledged_ = 0;
+};
+
+}  // namespace loft::datagram
