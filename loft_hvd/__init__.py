@@ -58,6 +58,7 @@ from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.report.export import ScalarFeed
 from loft_hvd.store.store import SampleStore
+from loft_hvd.transport.datagram import LossTolerant
 
 __version__ = "0.1.0"
 
@@ -82,6 +83,7 @@ __all__ = [
     "Loft",
     "LoftCallback",
     "LoftError",
+    "LossTolerant",
     "Mean",
     "MeanAroundMedian",
     "Median",

@@ -1,4 +1,4 @@
-"""The C++ extension: the only file that imports it, and what to do where it is not built."""
+"""The C++ extensions: the only file that imports them, and what to do where it is not built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 from loft_hvd.errors import MissingDependencyError
 
-__all__ = ["explain_missing", "extension", "require_extension"]
+__all__ = ["datagram_extension", "explain_missing", "extension", "require_extension"]
 
 
 @functools.cache
@@ -19,6 +19,18 @@ def _load() -> tuple[ModuleType | None, str]:
         return importlib.import_module("loft_hvd._loft"), ""
     except ImportError as error:
         return None, str(error)
+
+
+@functools.cache
+def datagram_extension() -> tuple[ModuleType | None, str]:
+    """Return the extension that needs libcrypto, or None and why it is not there."""
+    try:
+        return importlib.import_module("loft_hvd._loft_datagram"), ""
+    except ImportError as error:
+        return None, (
+            f"the extension loft_hvd._loft_datagram does not load ({error}); it is built where "
+            "OpenSSL's headers are: apt-get install libssl-dev, and build loft_hvd again"
+        )
 
 
 def extension() -> ModuleType | None:

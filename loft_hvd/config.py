@@ -50,11 +50,14 @@ VARIABLES = {  # of each field that a user sets
     "mesh": "LOFT_HVD_MESH",
     "compact": "LOFT_HVD_COMPACT",
     "links": "LOFT_HVD_LINKS",
+    "datagram_ports": "LOFT_HVD_DATAGRAM_PORT",
     "copies": "LOFT_HVD_COPIES",
 }
 
 MOST_CONNECTIONS = 64  # between two ranks; a choice: more than four times what was tried
-LANES = ("shared-memory", "mesh", "peer-memory", "device", "engine")  # transport/lanes.py
+# As in transport/lanes.py.
+LANES = ("shared-memory", "datagram", "mesh", "peer-memory", "device", "engine")
+_LAST_PORT = 2**16 - 1
 
 _OF_THE_BUILD = (  # what setup.py and `make setup` read: no misspelt setting either
     "LOFT_HVD_CACHE",
@@ -120,6 +123,8 @@ class Config:
     # where links are long or lossy, or where that is refused several connections between two ranks;
     # "bbr" everywhere, "off" what the host takes. Or a number: of connections between two ranks.
     links: str = "auto"
+    # UDP ports of which a rank takes the first that is free, for gather=LossTolerant(); 0 for any.
+    datagram_ports: tuple[int, int] = (0, 0)
     # Whether ranks "compare" their copies of the parameters and the optimizer's state, or "ignore"
     # what differs: in a script whose ranks differ on purpose.
     copies: str = "compare"
@@ -172,6 +177,13 @@ class Config:
                 raise ValueError(text)
             return value
 
+        def ports(text: str) -> tuple[int, int]:
+            first, _, last = text.partition("-")
+            found = int(first), int(last or first)
+            if not 1 <= found[0] <= found[1] <= _LAST_PORT:
+                raise ValueError(text)
+            return found
+
         # A job of horovodrun's may itself be started by a script that runs under mpirun.
         is_mpirun = "OMPI_COMM_WORLD_SIZE" in environ and "HOROVOD_SIZE" not in environ
         is_torchrun = _TORCHRUN in environ and "HOROVOD_SIZE" not in environ
@@ -212,6 +224,12 @@ class Config:
                 one_of("auto", "bbr", "off", *map(str, range(1, MOST_CONNECTIONS + 1))),
                 cls.links,
                 takes=f"auto, bbr, off, or a number of connections up to {MOST_CONNECTIONS}",
+            ),
+            datagram_ports=read(
+                "DATAGRAM_PORT",
+                ports,
+                cls.datagram_ports,
+                takes="a UDP port or a range such as 5100-5107, from 1 to 65535",
             ),
             copies=read(
                 "COPIES", one_of("compare", "ignore"), cls.copies, takes="compare or ignore"

@@ -60,10 +60,12 @@ from loft_hvd.pipeline.suspicion.judgement import Judgement, Watching
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
+from loft_hvd.pipeline.tolerance import check_gather
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement, new_number
 from loft_hvd.transport.base import Channel, Transport, watch_of
+from loft_hvd.transport.datagram import LossTolerant
 from loft_hvd.transport.default import torch_transport
 from loft_hvd.transport.waits import waiting
 
@@ -93,6 +95,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
     timeout_s: float | None = None,
     worker_momentum: float | None = None,
     scaler: LossScaler | None = None,
+    gather: LossTolerant | None = None,
 ) -> DDPHook:
     """Return a communication hook that aggregates gradients by a rule.
 
@@ -118,6 +121,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
         worker_momentum: as in ``DistributedOptimizer``; the hook cannot see the optimizer, which
             must have no momentum of its own. A resumed run begins its averages anew.
         scaler: as in ``DistributedOptimizer``.
+        gather: as in ``DistributedOptimizer``.
 
     Returns:
         A hook for DDP, of its state, which is ignored, and a ``torch.distributed.GradBucket``; its
@@ -155,6 +159,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
     batches = batches_of(balancer, RunLog(None), log_dir, **world)
     if ends.world_size > 1:
         rule.check(ends.world_size)
+        check_gather(gather, [rule], ends.world_size, what="ddp_hook")
         ends.can.open_heartbeat()
         fields = {
             "option rule": str(rule),
@@ -166,6 +171,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
             "option quarantine": str(quarantine),
             "option worker_momentum": str(worker_momentum),
             "option scaler": "none" if scaler is None else "given",
+            "option gather": str(gather),
         }
         check_agreement(channel, fields, what="ddp_hook", refusal=batches.log.refusal)
         channel = channel.sub(str(new_number(channel.sub("number"))))  # one for each model
@@ -190,6 +196,7 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
         texts,
         watching=Watching(scope, diagnostics, quarantine),
         momentum=WorkerMomentum(beta, scaler=scaler) if beta else None,
+        gather=gather,
     )
 
 
@@ -215,6 +222,7 @@ class DDPHook(NeverCopied):
         *,
         watching: Watching,
         momentum: WorkerMomentum | None,
+        gather: LossTolerant | None,
     ) -> None:
         self.__name__ = self.__qualname__ = "ddp_hook"  # DDP asks a hook for both
         self._rule = rule
@@ -223,6 +231,7 @@ class DDPHook(NeverCopied):
         self._names = names  # of parameters, by id
         self._watching = watching
         self._momentum = momentum
+        self._gather = gather
         self._passes = Passes(
             batches if isinstance(batches, StepSource) else None,
             channel,
@@ -388,7 +397,9 @@ class DDPHook(NeverCopied):
                 (),
                 [self._rule],
                 pack=self._pack,
-                owners=Owners("model" if self._judgement.is_model else "shard"),
+                owners=Owners(
+                    "model" if self._judgement.is_model else "shard", gather=self._gather
+                ),
                 make_exchange=functools.partial(flat_exchange, run=self._judgement.run),
                 is_given=True,
             )

@@ -26,6 +26,7 @@ from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Wire, read_compression
 from loft_hvd.transport.base import Transport
+from loft_hvd.transport.datagram import LossTolerant
 from loft_hvd.transport.groups import Over
 from loft_hvd.transport.horovod import reduce_op_name
 
@@ -56,6 +57,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
     transport: Transport | None = None,
     worker_momentum: float | None = None,
     scaler: LossScaler | None = None,
+    gather: LossTolerant | None = None,
 ) -> OptimizerWrapper:
     """Wrap an optimizer so that gradients are reduced over ranks before each of its steps.
 
@@ -109,6 +111,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
             Adam betas=(0.0, b2). A rank keeps one float32 value more for each of the parameters'.
         scaler: the ``torch.amp.GradScaler`` whose ``scale`` multiplies the loss, for
             ``worker_momentum``: averages are kept without its scale.
+        gather: ``loft.LossTolerant()`` for links that are long and lose packets: rows travel to
+            shard owners by datagrams, and what is lost of them is filled in from the others. With
+            ``over=`` across groups alone. None for the best way on which all arrives.
 
     Returns:
         An optimizer with ``synchronize``, ``skip_synchronize``, ``register_outgoing_hook`` and
@@ -168,6 +173,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - the name and the arguments ar
         wire=read_compression(compression),
         scope=advised_scope(rules, scope),
         audit=audit,
+        gather=gather,
     )
     options = OptimizerOptions(
         optimizer=optimizer,

@@ -183,6 +183,7 @@ class OptimizerOptions:
             "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
             "option scope": self.settings.scope,
             "option audit": str(self.settings.audit),
+            "option gather": str(self.settings.gather),
             "option over": str(self.over),
             "option diagnostics": str(self.diagnostics),
             "option quarantine": str(self.quarantine),

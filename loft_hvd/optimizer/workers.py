@@ -18,12 +18,13 @@ from loft_hvd.errors import AggregationError, LoftError, UsageError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.parameters import ReducedParameters, check_none_thawed
 from loft_hvd.optimizer.replicas import ReplicaCheck
-from loft_hvd.pipeline.gradients import OutgoingHooks
+from loft_hvd.pipeline.gradients import OutgoingHooks, ReducerSettings
 from loft_hvd.pipeline.levels import exchange_maker
 from loft_hvd.pipeline.momentum import WorkerMomentum
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.suspicion.judgement import Judgement
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
+from loft_hvd.pipeline.tolerance import check_gather
 from loft_hvd.runlog import RunLog
 from loft_hvd.transport.agreement import check_agreement, new_number
 from loft_hvd.transport.base import Channel, Transport
@@ -38,12 +39,23 @@ _logger = logging.getLogger(__name__)
 class Workers:
     """Who an optimizer's workers are: all ranks, or groups of them; the same everywhere."""
 
-    def __init__(self, channel: Channel, rules: Sequence[Rule], over: Over) -> None:
+    def __init__(
+        self, channel: Channel, rules: Sequence[Rule], over: Over, settings: ReducerSettings
+    ) -> None:
         self._is_alone = channel.world_size == 1  # which is the identity: any rule fits
         # By a fixed name: ranks whose parameters differ must still meet here.
         shared = Channel(channel.transport, "loft", channel.timeout_s)
         self.groups = None if self._is_alone else find_groups(shared, over)
-        self.check(rules, num_workers=self.groups.num_groups if self.groups else channel.world_size)
+        num_workers = self.groups.num_groups if self.groups else channel.world_size
+        self.check(rules, num_workers=num_workers)
+        check_gather(
+            settings.gather,
+            rules,
+            num_workers,
+            what="DistributedOptimizer",
+            wire=settings.wire,
+            audit=settings.audit,
+        )
         if over is None and not all(isinstance(rule, Mean) for rule in rules):
             _advise_levels(channel.transport)
 
@@ -130,7 +142,7 @@ class OptimizerWorld:
         if should_agree:
             self._agree(found)
             self._own = f".{new_number(Channel(transport, 'loft.optimizer.number'))}"
-        self._workers = Workers(self._channel(found), found.rules, options.over)
+        self._workers = Workers(self._channel(found), found.rules, options.over, options.settings)
         self._judgement = Judgement(
             self._channel(found),
             found.rules,

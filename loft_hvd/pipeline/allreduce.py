@@ -30,10 +30,12 @@ from loft_hvd.pipeline.gradients import copy_scaled
 from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec
 from loft_hvd.pipeline.streams import current_stream, used_here
+from loft_hvd.pipeline.tolerance import check_gather
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import own_wire
 from loft_hvd.transport.agreement import digest, odd_ones
 from loft_hvd.transport.base import Channel, Lane, Transport, Work, watch_of
+from loft_hvd.transport.datagram import LossTolerant
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.lanes import Needs, choose_lane
 
@@ -121,8 +123,9 @@ def _kind_of(lane: Lane, tensor: Tensor, rule: Rule) -> tuple[object, ...]:
 class _World:
     """The all-reduces among some ranks: their lanes, what is under way, and buffers by name."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, gather: LossTolerant | None) -> None:
         self.channel = Channel(transport, "loft.allreduce")
+        self.gather = gather
         self.flights = Flights(name=self.channel.name)
         self.by_name: dict[str, NamedReduction] = {}
         self._lanes: dict[str, Lane] = {}
@@ -134,7 +137,8 @@ class _World:
                 # All flights need it, and ranks that begin with values of different devices meet
                 # in it; opened here, where the caller waits, and not in the thread that moves on.
                 self.lane("cpu")
-            lane = self._lanes[device] = choose_lane(self.channel, Needs(device, is_named=True))
+            needs = Needs(device, is_named=True, gather=self.gather)
+            lane = self._lanes[device] = choose_lane(self.channel, needs)
             self.flights.add(device, lane)
         return self._lanes[device]
 
@@ -167,28 +171,32 @@ class _World:
 
 
 @functools.cache
-def _worlds() -> weakref.WeakKeyDictionary[Transport, _World]:
+def _worlds() -> weakref.WeakKeyDictionary[Transport, dict[LossTolerant | None, _World]]:
     return weakref.WeakKeyDictionary()
 
 
-def _world_of(transport: Transport) -> _World:
-    world = _worlds().get(transport)
-    if world is None:
-        world = _worlds()[transport] = _World(transport)
+def _world_of(transport: Transport, gather: LossTolerant | None) -> _World:
+    worlds = _worlds().get(transport)
+    if worlds is None:
+        worlds = _worlds()[transport] = {}
         transport.can.at_end(functools.partial(_forget, weakref.ref(transport)))
-    return world
+    if gather not in worlds:
+        worlds[gather] = _World(transport, gather)
+    return worlds[gather]
 
 
 def _forget(transport: weakref.ref[Transport]) -> None:
     """Drop all buffers of some ranks, also of operations in flight: their world has ended."""
-    if (alive := transport()) is not None and (world := _worlds().pop(alive, None)) is not None:
-        world.close()
+    if (alive := transport()) is not None:
+        for world in _worlds().pop(alive, {}).values():
+            world.close()
 
 
 def forget_reductions() -> None:
     """Drop all buffers, also of operations in flight: their world has ended."""
-    for world in _worlds().values():
-        world.close()
+    for worlds in _worlds().values():
+        for world in worlds.values():
+            world.close()
     _worlds().clear()
     _kept_end.cache_clear()
 
@@ -349,6 +357,7 @@ def allreduce_async(
     weights: Sequence[int] | None = None,
     present: Sequence[bool] | None = None,
     transport: Transport | None = None,
+    gather: LossTolerant | None = None,
 ) -> Handle:
     """Start a robust all-reduce; see ``allreduce``. Leave the tensor as it is until it is done."""
     rule = Mean() if rule is None else rule
@@ -365,7 +374,8 @@ def allreduce_async(
     world_size = ends.world_size
     row_weights = _checked(weights, "weights", name, world_size)
     row_present = _checked(present, "present", name, world_size)
-    world = _world_of(ends)
+    check_gather(gather, [rule], world_size, what=f"allreduce {name!r}")
+    world = _world_of(ends, gather)
     if world_size == 1:
         return Handle(world, name, None, tensor.detach().clone())
     counts = (1,) * world_size if row_weights is None else row_weights
@@ -405,6 +415,7 @@ def allreduce(
     present: Sequence[bool] | None = None,
     transport: Transport | None = None,
     timeout_s: float | None = None,
+    gather: LossTolerant | None = None,
 ) -> Tensor:
     """Aggregate a tensor over all ranks by a rule; every rank calls it alike.
 
@@ -417,6 +428,7 @@ def allreduce(
         transport: the ranks; by default Horovod's, else those of torch.distributed, else this one
             alone.
         timeout_s: longest wait in seconds; None takes ``LOFT_HVD_TIMEOUT_S``.
+        gather: ``loft.LossTolerant()`` for links that lose packets; equal on every rank.
 
     Returns:
         A new tensor with shape, dtype and device of ``tensor``, equal bits on every rank. A world
@@ -430,7 +442,13 @@ def allreduce(
         TransportTimeoutError: other ranks did not answer in time.
     """
     handle = allreduce_async(
-        tensor, rule, name=name, weights=weights, present=present, transport=transport
+        tensor,
+        rule,
+        name=name,
+        weights=weights,
+        present=present,
+        transport=transport,
+        gather=gather,
     )
     return handle.wait(timeout_s)
 

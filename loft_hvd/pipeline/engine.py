@@ -24,6 +24,7 @@ from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec, MakeExchange, Owners, flat_exchange
 from loft_hvd.pipeline.selection import NUM_SLICES, Selection
 from loft_hvd.pipeline.streams import current_stream
+from loft_hvd.pipeline.tolerance import Spans
 from loft_hvd.pipeline.trace import TraceRow, trace_of
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Wire, own_wire
@@ -174,6 +175,7 @@ class Engine:
             row=TraceRow(self._trace, str(bucket)),
             selection=part,
             records=self._owners.records,
+            critical=self._critical(bucket),
         )
         reduction = BucketReduction(
             spec,
@@ -185,6 +187,17 @@ class Engine:
         )
         self.buckets = (*self.buckets, bucket)
         self._members.append(_BucketFlight(bucket, reduction, self._failure, self._flights.stop))
+
+    def _critical(self, bucket: Bucket) -> Spans:
+        """Return which of a bucket's values must arrive, where its lane loses any."""
+        gather = self._owners.gather
+        if gather is None or gather.reliable:
+            return ()
+        return tuple(
+            (slot.offset, slot.offset + slot.numel)
+            for slot in bucket.slots
+            if gather.is_critical(slot.name, len(slot.shape))
+        )
 
     def cut(self, index: int) -> None:
         """Forget the buckets from a number on, of which none is on its way; every rank alike."""
@@ -204,7 +217,8 @@ class Engine:
     def _lane_of(self, device: str) -> Lane:
         if device not in self._lanes:
             # A user's own format has buffers of its own.
-            needs = Needs(device, has_buffers=isinstance(self._wire, Compression))
+            has_buffers = isinstance(self._wire, Compression)
+            needs = Needs(device, has_buffers=has_buffers, gather=self._owners.gather)
             lane = self._lanes[device] = choose_lane(self._channel, needs)
             self._flights.add(device, lane)
         return self._lanes[device]

@@ -24,6 +24,7 @@ from loft_hvd.pipeline.buckets import Bucket, Slot
 from loft_hvd.pipeline.momentum import Blend, WorkerMomentum
 from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.wire import Compression, Wire
+from loft_hvd.transport.datagram import LossTolerant
 
 __all__ = [
     "Gradients",
@@ -54,6 +55,7 @@ class ReducerSettings:
     wire: Wire = Compression.none  # the format in which values travel
     scope: Scope = "shard"  # by which values rules that see rows judge them
     audit: float = 0.0  # audits of shard owners a step, on average; 0 for none
+    gather: LossTolerant | None = None  # how rows may travel to owners; None where all arrive
 
 
 @functools.cache

@@ -35,7 +35,9 @@ from loft_hvd.pipeline.ring import (
     RunRule,
     Stage,
     apply_rule,
+    bring_rows,
     flat_exchange,
+    holes_of,
     run_rule,
 )
 from loft_hvd.pipeline.weights import PassWeights, capped_weights, in_training
@@ -114,7 +116,7 @@ def two_level_exchange(
             f"over= takes Compression.none, .fp16 and .bf16, not {spec.wire!r}: a group's mean is "
             "computed with what has travelled; use one of these, or leave over= away"
         )
-    name, dtype = spec.name, spec.wire.dtype
+    name, dtype, of_groups = spec.name, spec.wire.dtype, replace(spec, lane=across)
     size, num_groups = groups.group_size, groups.num_groups
     # With 2 groups of 4 ranks and 800 values: 4 rows of 200 become a mean of 200, of which 2 rows
     # of 100 become a result of 100. 2 results are a group's 200 values, and 4 of these all 800.
@@ -137,11 +139,12 @@ def two_level_exchange(
         yield inside.alltoall(sent, ours.view(-1), name=f"{name}.in.a2a")
         enter(Stage.AGGREGATE)
         _average(ours, members, weights, mean)
-        enter(Stage.ALL_TO_ALL)
-        yield across.alltoall(mean, rows.view(-1), name=f"{name}.a2a")
         if weights is not None:
             weights = in_training(spec.rule, group_weights(weights, groups))
-        yield from apply_rule(spec, run, enter, rows, weights, reduced)
+        enter(Stage.ALL_TO_ALL)
+        work, brought = bring_rows(of_groups, mean, rows, weights)
+        yield work
+        yield from apply_rule(of_groups, run, enter, rows, weights, reduced, holes_of(brought))
         enter(Stage.ALL_GATHER)
         yield across.allgather(reduced, mean, name=f"{name}.ag")
         enter(Stage.ALL_GATHER)

@@ -117,6 +117,7 @@ class GradientReducer:
             owners=Owners(
                 "model" if self._judgement.is_model else "shard",
                 None if self.audit is None else records,
+                settings.gather,
             ),
             make_exchange=self._make_exchange,
         )

@@ -29,6 +29,7 @@ from loft_hvd.pipeline.ring import (
     flat_exchange,
     suits_two,
 )
+from loft_hvd.pipeline.tolerance import Spans
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
 
@@ -123,6 +124,7 @@ class BucketReduction:
                         name=f"{spec.name}{suffix}",
                         numel=span.stop - span.start,
                         row=spec.row.row(f"{spec.row.name}{suffix}"),
+                        critical=_within(spec.critical, span),
                     )
                 ),
             )
@@ -221,6 +223,12 @@ class BucketReduction:
     def memory_bytes(self) -> int:
         """Return the bytes of the bucket, and of what its exchanges hold."""
         return self.padded.nbytes + sum(each.memory_bytes() for _, each in self._parts)
+
+
+def _within(spans: Spans, part: slice) -> Spans:
+    """Return what of some spans lies in a part, counted from its beginning."""
+    cut = ((max(begin, part.start), min(end, part.stop)) for begin, end in spans)
+    return tuple((begin - part.start, end - part.start) for begin, end in cut if begin < end)
 
 
 def _bounds(spec: ExchangeSpec, num_shards: int, part_bytes: int | None) -> tuple[int, ...]:

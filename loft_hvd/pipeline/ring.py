@@ -35,10 +35,12 @@ from loft_hvd.aggregation.filling import Holes, fill_holes
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.pipeline.selection import Scope, SelectionPart, total
 from loft_hvd.pipeline.streams import used_here
+from loft_hvd.pipeline.tolerance import Spans, loss_limits
 from loft_hvd.pipeline.trace import TraceRow
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression, Compressor, Wire
-from loft_hvd.transport.base import Lane, Work
+from loft_hvd.transport.base import Brought, Lane, Work
+from loft_hvd.transport.datagram import LossTolerant
 
 __all__ = [
     "Enter",
@@ -52,7 +54,9 @@ __all__ = [
     "Stage",
     "apply_rule",
     "between_two",
+    "bring_rows",
     "flat_exchange",
+    "holes_of",
     "is_lane_sum",
     "run_rule",
     "suits_two",
@@ -89,6 +93,7 @@ class ExchangeSpec:
     row: TraceRow = field(default_factory=lambda: TraceRow(None, ""))  # of its stages in a trace
     selection: SelectionPart | None = None  # of a rule that judges rows by their distances
     records: list[Record] | None = None  # where exchanges leave what audits need; None without
+    critical: Spans = ()  # values that must arrive, where the lane loses any
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer; written once, so that no page of it is faulted in during a step."""
@@ -121,6 +126,7 @@ class Owners:
 
     scope: Scope = "shard"  # by which values rules that see rows judge them
     records: list[Record] | None = None  # where exchanges put what audits need; None for none
+    gather: LossTolerant | None = None  # how rows may travel to them; None where all arrive
 
 
 Rows = Tensor | Sequence[Tensor]
@@ -203,6 +209,22 @@ def apply_rule(
     run(rows, rule, weights, out, holes)
 
 
+def bring_rows(
+    spec: ExchangeSpec, sent: Tensor, rows: Tensor | None, weights: PassWeights | None
+) -> tuple[Work, Brought]:
+    """Start to bring rows to shard owners."""
+    limits, lane = None, spec.lane
+    if lane.loses:
+        num_rows, own = lane.world_size, lane.rank
+        limits = loss_limits(spec.rule, num_rows, weights, own=own, critical=spec.critical)
+    return lane.bring(sent, rows, name=f"{spec.name}.a2a", limits=limits)
+
+
+def holes_of(brought: Brought) -> Holes | None:
+    """Return what is missing of rows that were brought."""
+    return None if brought.missing is None else Holes(brought.missing, brought.block_numel)
+
+
 class Exchange:
     """Goes one way over the wire, again and again; ``held`` are the buffers that the way owns."""
 
@@ -279,7 +301,7 @@ def suits_two(lane: Lane, rule: Rule) -> bool:
     are read in place: nobody would tell when they have been.
     """
     is_sum = is_lane_sum(rule, Compression.none, lane)
-    return lane.world_size == 2 and not (is_sum or rule.sees_rows or lane.lends)
+    return lane.world_size == 2 and not (is_sum or rule.sees_rows or lane.lends or lane.loses)
 
 
 def flat_exchange(spec: ExchangeSpec, *, run: RunRule = run_rule) -> Exchange:
@@ -324,9 +346,9 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
         if record is not None:
             record.received, record.weights = received, weights
         enter(Stage.ALL_TO_ALL)
-        work, brought = lane.bring(sent, rows, name=f"{name}.a2a")
+        work, brought = bring_rows(spec, sent, rows, weights)
         yield work
-        yield from apply_rule(spec, run, enter, brought.rows, weights, reduced)
+        yield from apply_rule(spec, run, enter, brought.rows, weights, reduced, holes_of(brought))
         brought.release()
         # What was sent may be overwritten from here on: its collective is done.
         enter(Stage.ALL_GATHER)

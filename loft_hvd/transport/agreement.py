@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,10 +15,19 @@ import torch
 from loft_hvd.errors import ArgumentError, MismatchError
 from loft_hvd.transport.base import Channel
 
-__all__ = ["check_agreement", "digest", "new_number", "odd_ones"]
+__all__ = [
+    "KEY_BYTES",
+    "check_agreement",
+    "digest",
+    "new_number",
+    "odd_ones",
+    "on_all",
+    "share_keys",
+]
 
 _SHOWN = 200  # characters of a value; a choice: a line or two of an error
 _REFUSAL_BYTES = 1000  # a choice
+KEY_BYTES = 32  # bound from SHA-256
 
 
 def digest(text: str) -> int:
@@ -99,6 +109,28 @@ def new_number(channel: Channel) -> int:
     number = int(channel.allgather_rows(torch.tensor(own)).max())
     own[0] = max(own[0], number + 1)
     return number
+
+
+def on_all(channel: Channel, is_so: bool) -> bool:
+    """Say whether something is so on every rank; every rank calls it alike."""
+    return bool(channel.allgather_rows(torch.tensor([int(is_so)])).all())
+
+
+def share_keys(channel: Channel) -> list[bytes]:
+    """Return a key for each rank, by rank, that this rank has in common with that one alone."""
+    # Each makes half of a key, and the engine carries it to that rank only.
+    halves = secrets.token_bytes(channel.world_size * KEY_BYTES)
+    sent = torch.tensor(list(halves))  # int64, which every engine carries
+    received = torch.zeros_like(sent)
+    work = channel.transport.alltoall(sent, received, name=channel.name)
+    channel.wait(work, what="keys of every two ranks")
+    shape = (channel.world_size, KEY_BYTES)
+    pairs = zip(sent.view(shape).tolist(), received.view(shape).tolist(), strict=True)
+    # The lower rank's half first, on both sides.
+    return [
+        bytes(own + other if channel.rank < peer else other + own)
+        for peer, (own, other) in enumerate(pairs)
+    ]
 
 
 def odd_ones(values: Sequence[float]) -> list[int]:

@@ -31,6 +31,7 @@ __all__ = [
     "Brought",
     "Channel",
     "Lane",
+    "LossLimits",
     "Transport",
     "Watch",
     "Work",
@@ -181,12 +182,33 @@ def shards_of(transport: HasRank, values: Tensor, *, skips_own: bool = False) ->
     return shards
 
 
+@dataclass(frozen=True)
+class LossLimits:
+    """What an all-to-all may miss of rows; equal on every rank.
+
+    Attributes:
+        most_missing: rows that may lack a block, of those that are ``present``.
+        present: by rank, whether its row counts.
+        critical: parts of what a rank sends that must arrive, as (begin, end) in values.
+    """
+
+    most_missing: int
+    present: tuple[bool, ...]
+    critical: tuple[tuple[int, int], ...] = ()
+
+
 class Brought:
     """What an exchange has brought to this rank, once its work is finished.
 
     Attributes:
-        rows: one of each rank, [shard]; not to be written to.
+        rows: one of each rank, [shard]; not to be written to, but for what is missing.
+        missing: uint8, [world_size, num_blocks]: 1 where a block of a row did not come; None where
+            all is there.
+        block_numel: values of a block; the last one of a row may have less.
     """
+
+    missing: Tensor | None = None
+    block_numel = 0
 
     def __init__(self, rows: Sequence[Tensor] | Tensor) -> None:
         self.rows = rows
@@ -210,6 +232,7 @@ class Lane:
         has_stream: what is queued on a GPU waits there for other ranks, so it has a stream beside
             the script's.
         has_parts: it pays to exchange large values in parts.
+        loses: rows that are brought may lack blocks, where that is tolerated.
         bytes_per_s: what the slowest rank can send; None where nobody has tried.
     """
 
@@ -219,6 +242,7 @@ class Lane:
     is_queued = False
     has_stream = False
     has_parts = True
+    loses = False
     bytes_per_s: float | None = None
 
     def __init__(self, below: Transport) -> None:
@@ -256,11 +280,14 @@ class Lane:
     def alltoall(self, send: Tensor, recv: Tensor, *, name: str, skips_own: bool = False) -> Work:
         return self.below.alltoall(send, recv, name=name, skips_own=skips_own)
 
-    def bring(self, send: Tensor, room: Tensor | None, *, name: str) -> tuple[Work, Brought]:
+    def bring(
+        self, send: Tensor, room: Tensor | None, *, name: str, limits: LossLimits | None = None
+    ) -> tuple[Work, Brought]:
         """Start an all-to-all of ``send`` whose rows are read once, and released.
 
         ``room`` is where they shall lie, [world_size, shard]; None where the lane ``lends``: rows
-        are then read where their ranks have them.
+        are then read where their ranks have them. With ``limits`` rows may lack what they
+        allow, on a lane that loses anything; and ``send`` is to be left alone as with ``zeros``.
         """
         assert room is not None, self.name
         return self.alltoall(send, room.view(-1), name=name), Brought(room)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loft_hvd.config import config
-from loft_hvd.transport.agreement import digest
+from loft_hvd.transport.agreement import digest, on_all
 from loft_hvd.transport.base import Channel, Lane, Transport, Watch, Work, subset, wait_for
 from loft_hvd.transport.groups import address_for_others
 
@@ -152,19 +152,19 @@ def group_beside(channel: Channel, device: torch.device) -> DeviceGroup | None:
     Returns:
         None on every rank where torch has no NCCL, ranks share a GPU, or some rank fails.
     """
-    if not _on_all(channel.sub("nccl"), dist.is_nccl_available()):
+    if not on_all(channel.sub("nccl"), dist.is_nccl_available()):
         return None
     if not has_own_devices(channel, device):
         return None
     store, reason = _store_of(channel)
     group: Any = None
-    if _on_all(channel.sub("met"), store is not None):
+    if on_all(channel.sub("met"), store is not None):
         try:
             make: Any = vars(dist)["ProcessGroupNCCL"]  # not in a torch without CUDA
             group = make(store, channel.rank, channel.world_size)
         except Exception as error:  # what it raises differs from version to version
             reason = str(error)
-    if not _on_all(channel.sub("made"), group is not None):
+    if not on_all(channel.sub("made"), group is not None):
         _logger.warning(
             "rank %d: no NCCL group of all ranks (%s); values of GPUs take the engine's "
             "collectives. LOFT_HVD_LANE=engine does so without a trial",
@@ -203,7 +203,3 @@ def _store_of(channel: Channel) -> tuple[Any, str]:
         except Exception as error:
             reason = f"no answer from the store at {host}:{port}: {error}"
     return store, reason
-
-
-def _on_all(channel: Channel, is_so: bool) -> bool:
-    return bool(channel.allgather_rows(torch.tensor([int(is_so)])).all())

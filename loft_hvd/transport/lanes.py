@@ -4,6 +4,7 @@
 lane                      values  how they move
 ========================  ======  =====================================================
 ``shared-memory``         CPU     one host: a rank's buffers are read where they lie
+``datagram``              CPU     packets, of which rows may lose some: where that is asked for
 ``mesh``                  CPU     connections of our own, any number of exchanges at once
 ``peer-memory``           GPU     one host: GPUs read each other's memory; by name alone so far
 ``device``                GPU     collectives of a torch process group, queued on a stream
@@ -23,12 +24,13 @@ import logging
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from loft_hvd.config import config
 from loft_hvd.transport.base import Channel, Lane
+from loft_hvd.transport.datagram import DatagramLane, LossTolerant, open_datagrams
 from loft_hvd.transport.device import DeviceLane
 from loft_hvd.transport.mesh import MeshLane
 from loft_hvd.transport.peer_memory import open_peer_memory, over_peers
@@ -37,6 +39,7 @@ from loft_hvd.transport.shared_memory import open_shared_memory, over_memory
 __all__ = ["Needs", "choose_lane"]
 
 _logger = logging.getLogger(__name__)
+_Given = TypeVar("_Given")
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,13 @@ class Needs:
         is_named: exchanges may begin in another order on every rank, and are told apart by their
             names alone.
         has_buffers: what is sent lies in buffers of the lane's own.
+        gather: how rows may travel to shard owners; None for the best way that loses nothing.
     """
 
     device: str = "cpu"
     is_named: bool = False
     has_buffers: bool = True
+    gather: LossTolerant | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def _is_one_host(channel: Channel) -> bool:
     return channel.transport.local_size == channel.world_size
 
 
-def _made(call: Callable[..., Any] | None) -> Callable[..., Any]:
+def _made(call: _Given | None) -> _Given:
     assert call is not None  # ``suits`` has asked
     return call
 
@@ -82,6 +87,13 @@ _KINDS = (
         suits=lambda channel, needs: needs.has_buffers and _is_one_host(channel),
         opens=lambda channel, _: open_shared_memory(channel),
         lane=over_memory,
+    ),
+    _Kind(
+        "datagram",
+        "cpu",
+        suits=lambda _, needs: needs.gather is not None,
+        opens=lambda channel, needs: open_datagrams(channel, _made(needs.gather)),
+        lane=lambda channel, ends: DatagramLane(channel.transport, ends),
     ),
     _Kind(
         "mesh",
@@ -172,7 +184,7 @@ def _is_allowed(kind: _Kind, device: str) -> bool:
         return kind.name == wanted
     if kind.device != device or (device == "cpu" and mesh == "off"):
         return False
-    return mesh != "on" or device != "cpu" or kind.name == "mesh"
+    return mesh != "on" or device != "cpu" or kind.name != "shared-memory"
 
 
 # What is open.
@@ -206,7 +218,7 @@ def _opened(kind: _Kind, channel: Channel, needs: Needs) -> Any:
     kept = _worlds().setdefault(can.world, fresh)
     if kept is fresh:
         can.at_end(functools.partial(_close, can.world))
-    key = (kind.name, needs.device)
+    key = (kind.name, needs.device, needs.gather if kind.name == "datagram" else None)
     with kept.lock:
         if key not in kept.by_kind:
             kept.by_kind[key] = kind.opens(channel, needs)

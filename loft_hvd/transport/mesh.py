@@ -37,7 +37,7 @@ from torch import Tensor
 from loft_hvd.config import config
 from loft_hvd.errors import TransportError
 from loft_hvd.transport import compact
-from loft_hvd.transport.agreement import digest
+from loft_hvd.transport.agreement import KEY_BYTES, digest, on_all, share_keys
 from loft_hvd.transport.base import (
     Channel,
     Lane,
@@ -84,7 +84,6 @@ _PART_BYTES = 16 * 1024
 _LONGEST_S = 7 * 24 * 3600.0
 _INTERRUPT = timedelta(milliseconds=1)  # bound from Gloo: 0 would be no limit
 _END_S = 5.0  # a choice: longest that ending what was given up may hold the script's end up
-_KEY_BYTES = 32  # bound from SHA-256
 # What a rank tells of its connections took 158 bytes and 8 for each rank; twice that is a choice.
 _ADDRESS_BYTES, _BYTES_A_RANK = 1024, 16
 
@@ -528,7 +527,7 @@ def _connect(
 ) -> list[Any] | str:
     """Return groups of all ranks that have proven themselves; or, on every rank, why not.
 
-    ``keys`` are those of ``_share_keys``, which puts them there where it is empty.
+    ``keys`` are those of ``share_keys``, which puts them there where it is empty.
     """
     devices: list[Any] = []
     reason = "no interface is known"
@@ -540,7 +539,7 @@ def _connect(
         except (RuntimeError, AttributeError) as error:
             reason = str(error)
     # Agreed on before ranks wait for each other's addresses, and after they have connected.
-    if not _on_all(channel.sub("device"), bool(devices)):
+    if not on_all(channel.sub("device"), bool(devices)):
         return reason
     meeting = _Meeting(channel, num_groups)
 
@@ -557,13 +556,13 @@ def _connect(
             groups = list(pool.map(connected, range(num_groups)))
     except Exception as error:  # what the engine raises differs from version to version
         reason = str(error)
-    if not _on_all(channel.sub("connected"), bool(groups)):
+    if not on_all(channel.sub("connected"), bool(groups)):
         return reason
     if not keys:
-        keys += _share_keys(channel.sub("keys"))
+        keys += share_keys(channel.sub("keys"))
     found = [_prove(group, keys, rank=channel.rank) for group in groups]
     reason = next((each for each in found if each), "")
-    if not _on_all(channel.sub("proven"), not reason):
+    if not on_all(channel.sub("proven"), not reason):
         return reason or "a rank has met a stranger"
     return groups
 
@@ -609,7 +608,7 @@ def try_mesh(
         return f"ranks {silent} could not send or receive"
     is_slow = bytes_per_s <= _COMPACT_BYTES_PER_S
     wanted = compact_floats == "on" or (compact_floats == "auto" and is_slow)
-    is_compact = _on_all(channel.sub("compact"), wanted and compact.is_available())
+    is_compact = on_all(channel.sub("compact"), wanted and compact.is_available())
     if channel.rank == 0:
         _logger.info(
             "between ranks: at least %.0f Mb/s out of each, %s, floats travel %s",
@@ -671,23 +670,6 @@ def _try_links(
     return best, []
 
 
-def _share_keys(channel: Channel) -> list[bytes]:
-    """Return a key for each rank, by rank, that this rank has in common with that one alone."""
-    # Each makes half of a key, and the engine carries it to that rank only.
-    halves = secrets.token_bytes(channel.world_size * _KEY_BYTES)
-    sent = torch.tensor(list(halves))  # int64, which every engine carries
-    received = torch.zeros_like(sent)
-    work = channel.transport.alltoall(sent, received, name=channel.name)
-    channel.wait(work, what="the mesh's keys")
-    shape = (channel.world_size, _KEY_BYTES)
-    pairs = zip(sent.view(shape).tolist(), received.view(shape).tolist(), strict=True)
-    # The lower rank's half first, on both sides.
-    return [
-        bytes(own + other if channel.rank < peer else other + own)
-        for peer, (own, other) in enumerate(pairs)
-    ]
-
-
 def _prove(group: Any, keys: Sequence[bytes], *, rank: int) -> str:
     """Say on the connections themselves who is at each end; returns what is wrong, or "".
 
@@ -695,7 +677,7 @@ def _prove(group: Any, keys: Sequence[bytes], *, rank: int) -> str:
     what only who has their key can compute from both. None of it is of use a second time.
     """
     mesh = Mesh(group, rank=rank, ranks=range(len(keys)), longest_s=_CONNECT_S)
-    own = torch.tensor(list(secrets.token_bytes(len(keys) * _KEY_BYTES)), dtype=torch.uint8)
+    own = torch.tensor(list(secrets.token_bytes(len(keys) * KEY_BYTES)), dtype=torch.uint8)
     theirs, told = torch.zeros_like(own), torch.zeros_like(own)
     try:
         mesh.alltoall(own, theirs, name="numbers")()
@@ -719,10 +701,6 @@ def _proof(key: bytes, rank: int, own: Sequence[int], other: Sequence[int]) -> b
     """Return what shows that ``rank`` has a key, for the random numbers of both sides."""
     said = f"loft_hvd mesh rank {rank} ".encode() + bytes(own) + bytes(other)
     return hmac.digest(key, said, hashlib.sha256)
-
-
-def _on_all(channel: Channel, is_so: bool) -> bool:
-    return bool(channel.allgather_rows(torch.tensor([int(is_so)])).all())
 
 
 def _tell(channel: Channel, reason: str) -> None:

@@ -38,7 +38,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loft_hvd.errors import TransportError
 from loft_hvd.transport.agreement import digest
-from loft_hvd.transport.base import LONGEST_SLEEP_S, Brought, Channel, Lane, Watch, Work, shards_of
+from loft_hvd.transport.base import (
+    LONGEST_SLEEP_S,
+    Brought,
+    Channel,
+    Lane,
+    LossLimits,
+    Watch,
+    Work,
+    shards_of,
+)
 from loft_hvd.transport.cuda_peers import DESCRIPTION_BYTES, EVENT_BYTES, CudaPeers
 from loft_hvd.transport.shared_memory import (
     SharedMemory,
@@ -366,7 +375,9 @@ class PeerMemoryLane(Lane):
         sends, recvs = (shards_of(self, each, skips_own=skips_own) for each in (send, recv))
         return self._exchange(sends, recvs, name)
 
-    def bring(self, send: Tensor, room: Tensor | None, *, name: str) -> tuple[Work, Brought]:
+    def bring(
+        self, send: Tensor, room: Tensor | None, *, name: str, limits: LossLimits | None = None
+    ) -> tuple[Work, Brought]:
         if room is not None:
             return super().bring(send, room, name=name)
         sends = shards_of(self, send)

@@ -38,6 +38,7 @@ from loft_hvd.transport.base import (
     Brought,
     Channel,
     Lane,
+    LossLimits,
     Transport,
     Watch,
     Work,
@@ -363,7 +364,9 @@ class SharedMemoryLane(Lane):
         sends, recvs = (shards_of(self, each, skips_own=skips_own) for each in (send, recv))
         return self._exchange(sends, recvs, name)
 
-    def bring(self, send: Tensor, room: Tensor | None, *, name: str) -> tuple[Work, Brought]:
+    def bring(
+        self, send: Tensor, room: Tensor | None, *, name: str, limits: LossLimits | None = None
+    ) -> tuple[Work, Brought]:
         if room is not None:
             return super().bring(send, room, name=name)
         sends = shards_of(self, send)

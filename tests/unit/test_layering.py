@@ -59,6 +59,7 @@ _LAYERS = {
     "transport/agreement.py": 2,
     "transport/conformance.py": 2,
     "transport/groups.py": 2,
+    "transport/datagram.py": 2,
     "transport/local.py": 2,
     "transport/mesh.py": 2,
     "transport/shared_memory.py": 2,
@@ -140,6 +141,7 @@ _LAYERS = {
     "pipeline/momentum.py": 3,
     "pipeline/ring.py": 3,
     "pipeline/selection.py": 3,
+    "pipeline/tolerance.py": 3,
     "pipeline/sparse.py": 4,
     "pipeline/unused.py": 4,
     "pipeline/audit.py": 4,
@@ -221,6 +223,7 @@ _LAYERS = {
 # The only file that may import a module or what is inside it.
 _SINGLE_IMPORTERS = {
     "loft_hvd._loft": "_native.py",
+    "loft_hvd._loft_datagram": "_native.py",
     # What is public of it in the first, what is not in the second.
     "horovod": "transport/horovod.py or transport/horovod_private.py",
     "matplotlib": "bench/commands.py or simulate/plots.py",
@@ -375,6 +378,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 _BINDINGS = {
     "bindings.h",
     "bindings.cpp",
+    "datagram/bind_datagram.cpp",
     "process/bind_frames.cpp",
     "process/bind_process.cpp",
     "shares/bind_shares.cpp",
@@ -383,9 +387,10 @@ _BINDINGS = {
 # Whose headers a room's files may include, "" for those of csrc itself.
 _CXX_ROOMS = {
     "": {""},
-    "checks": {"", "checks", "cpu", "cuda", "process", "wire"},
+    "checks": {"", "checks", "cpu", "cuda", "datagram", "process", "wire"},
     "cpu": {"", "cpu"},
     "cuda": {"", "cuda"},
+    "datagram": {"datagram", "process"},
     "process": {"process"},
     "shares": {"shares"},
     "wire": {"", "cpu", "wire"},

@@ -28,6 +28,7 @@ from loft_hvd.pipeline.reduction import BucketReduction
 from loft_hvd.pipeline.ring import ExchangeSpec
 from loft_hvd.transport import compact
 from loft_hvd.transport import mesh as mesh_module
+from loft_hvd.transport.agreement import share_keys
 from loft_hvd.transport.base import Abilities, Channel, Lane, wait_for
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.congestion import CongestionControl
@@ -413,13 +414,13 @@ def test_a_stranger_in_a_ranks_place_leaves_all_without_a_mesh(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has connected as rank 2, and says what it likes; the engine has given it no key."""
-    honest = mesh_module._share_keys
+    honest = share_keys
 
     def share(channel: Channel) -> list[bytes]:
         keys = honest(channel)
         return [bytes(32)] * 3 if channel.rank == 2 else keys
 
-    monkeypatch.setattr(mesh_module, "_share_keys", share)
+    monkeypatch.setattr(mesh_module, "share_keys", share)
 
     def work(transport: LocalTransport) -> bool:
         return open_mesh(Channel(transport, "mesh", 20.0), interface="lo") is None
@@ -550,7 +551,7 @@ def test_thin_links_take_smaller_parts(
 
 def test_every_two_ranks_have_a_key_that_no_third_has() -> None:
     def work(transport: LocalTransport) -> list[bytes]:
-        return mesh_module._share_keys(Channel(transport, "keys", 20.0))
+        return share_keys(Channel(transport, "keys", 20.0))
 
     keys = run_ranks(3, work)
     for one in range(3):
