@@ -65,43 +65,57 @@ PYBIND11_MODULE(_loft_datagram, module) {
       .def("connect", &Port::connect, "peers"_a, Free(), "Begin; addresses and ports by rank.")
       .def("close", &Port::close, Free(), "End; nobody's memory is used from then on.")
       .def(
+          "set_codec",
+          [](Port& port, const py::capsule& codec, bool sends) {
+            const auto* functions = static_cast<const PacketCodec*>(
+                PyCapsule_GetPointer(codec.ptr(), kPacketCodecName));
+            if (!functions) throw py::error_already_set();
+            port.set_codec(*functions, sends);
+          },
+          "codec"_a, "sends"_a,
+          "Have values travel in fewer bytes, where `sends`, and read those of others; a codec of "
+          "`_loft`.")
+      .def(
           "expect",
           [](Port& port, uint64_t operation, const std::vector<uintptr_t>& rooms,
-             uint64_t num_bytes) {
+             uint64_t num_bytes, int dtype) {
             Exchange exchange;
             exchange.operation = operation;
             exchange.rooms = pointers<char*>(rooms);
             exchange.num_bytes = num_bytes;
+            exchange.dtype = dtype;
             const Unlocked release;
             port.expect(exchange);
           },
-          "operation"_a, "rooms"_a, "num_bytes"_a,
+          "operation"_a, "rooms"_a, "num_bytes"_a, "dtype"_a,
           "Let rows be written before the exchange begins.")
       .def(
           "begin",
           [](Port& port, uint64_t operation, const std::vector<uintptr_t>& sends,
-             const std::vector<uintptr_t>& rooms, uint64_t num_bytes, bool copies) {
+             const std::vector<uintptr_t>& rooms, uint64_t num_bytes, int dtype, bool copies) {
             Exchange exchange;
             exchange.operation = operation;
             exchange.sends = pointers<const char*>(sends);
             exchange.rooms = pointers<char*>(rooms);
             exchange.num_bytes = num_bytes;
+            exchange.dtype = dtype;
             exchange.copies = copies;
             const Unlocked release;
             port.begin(exchange);
           },
-          "operation"_a, "sends"_a, "rooms"_a, "num_bytes"_a, "copies"_a,
+          "operation"_a, "sends"_a, "rooms"_a, "num_bytes"_a, "dtype"_a, "copies"_a,
           "Begin an exchange in which nothing may be missing.")
       .def(
           "gather",
           [](Port& port, uint64_t operation, const std::vector<uintptr_t>& sends,
-             const std::vector<uintptr_t>& rooms, uint64_t num_bytes, int most_missing,
+             const std::vector<uintptr_t>& rooms, uint64_t num_bytes, int dtype, int most_missing,
              const py::bytes& counts, const py::bytes& critical, double enough, double slack_s) {
             Exchange exchange;
             exchange.operation = operation;
             exchange.sends = pointers<const char*>(sends);
             exchange.rooms = pointers<char*>(rooms);
             exchange.num_bytes = num_bytes;
+            exchange.dtype = dtype;
             exchange.is_tolerant = exchange.lingers = true;
             exchange.most_missing = most_missing;
             exchange.counts = bytes_of(counts);
@@ -111,8 +125,9 @@ PYBIND11_MODULE(_loft_datagram, module) {
             const Unlocked release;
             port.begin(exchange);
           },
-          "operation"_a, "sends"_a, "rooms"_a, "num_bytes"_a, "most_missing"_a, "counts"_a,
-          "critical"_a, "enough"_a, "slack_s"_a, "Begin an exchange that may miss blocks.")
+          "operation"_a, "sends"_a, "rooms"_a, "num_bytes"_a, "dtype"_a, "most_missing"_a,
+          "counts"_a, "critical"_a, "enough"_a, "slack_s"_a,
+          "Begin an exchange that may miss blocks.")
       .def("is_done", &Port::is_done, "operation"_a, Free(), "Say whether rows are there.")
       .def(
           "take",

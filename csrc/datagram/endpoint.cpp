@@ -62,12 +62,18 @@ Endpoint::Operation& Endpoint::prepared(const Exchange& exchange) {
   return *slot;
 }
 
+void Endpoint::set_codec(const PacketCodec& codec, bool sends) {
+  codec_ = codec;
+  is_compact_ = sends;
+}
+
 void Endpoint::expect(Nanos now, const Exchange& exchange) {
   if (finished_.count(exchange.operation)) throw std::invalid_argument("that exchange is over");
   Exchange only_rooms;
   only_rooms.operation = exchange.operation;
   only_rooms.rooms = exchange.rooms;
   only_rooms.num_bytes = exchange.num_bytes;
+  only_rooms.dtype = exchange.dtype;
   prepared(only_rooms);
   unstash(now, exchange.operation);
 }
@@ -340,18 +346,25 @@ void Endpoint::take_data(Nanos now, int peer, Operation& operation, const Header
   Incoming& in = operation.in[peer];
   measure_arrival(now, ways_[peer], num_bytes);
   if (in.is_closed || header.block >= operation.num_blocks) return;  // or takes no part
-  if (num_bytes != static_cast<int>(bytes_of(operation, header.block))) return;
+  const bool is_compact = header.flags & kIsCompact;
+  const int due = static_cast<int>(bytes_of(operation, header.block));
+  const bool is_readable = codec_.expand && operation.what.dtype >= 0 && due == kBlockBytes;
+  if (is_compact ? !is_readable : num_bytes != due) return;
   start_row(now, peer, operation);
   if (!in.has[header.block]) {
     in.has[header.block] = 1;
     ++in.num_has;
     in.num_critical_left -= operation.is_begun && is_critical(operation, rank_, header.block);
-    ways_[peer].bytes_due -=
-        std::min<uint64_t>(ways_[peer].bytes_due, static_cast<uint64_t>(num_bytes));
-    std::memcpy(operation.what.rooms[peer] + static_cast<uint64_t>(header.block) * kBlockBytes,
-                payload, static_cast<size_t>(num_bytes));
+    ways_[peer].bytes_due -= std::min<uint64_t>(ways_[peer].bytes_due, static_cast<uint64_t>(due));
+    char* place = operation.what.rooms[peer] + static_cast<uint64_t>(header.block) * kBlockBytes;
+    const auto* packed = reinterpret_cast<const char*>(payload);
+    if (!is_compact) {
+      std::memcpy(place, payload, static_cast<size_t>(num_bytes));
+    } else if (!codec_.expand(operation.what.dtype, packed, num_bytes, place)) {
+      std::memset(place, 0, static_cast<size_t>(due));  // a rank may send what it likes
+    }
   }
-  if (header.is_all_sent) sent_all(now, peer, operation);
+  if (header.flags & kIsAllSent) sent_all(now, peer, operation);
 }
 
 Nanos Endpoint::deadline(const Operation& operation) const {
@@ -545,7 +558,7 @@ bool Endpoint::next(Nanos now, Outbound* out) {
     if (peer == rank_ || now < ways_[peer].link.ack_at()) continue;
     const Ack ack = ways_[peer].link.make_ack(now);
     std::memcpy(scratch_, &ack, sizeof ack);
-    fill(now, peer, Kind::kAck, 0, 0, scratch_, sizeof ack, false, out);
+    fill(now, peer, Kind::kAck, 0, 0, scratch_, sizeof ack, 0, out);
     return true;
   }
   if (now < next_at_) {
@@ -578,7 +591,7 @@ bool Endpoint::next_of(Nanos now, int peer, Outbound* out) {
     const bool is_start = control.kind == Kind::kStart;
     std::memcpy(scratch_, &control.num_bytes, sizeof control.num_bytes);
     fill(now, peer, control.kind, control.operation, 0, scratch_,
-         is_start ? static_cast<int>(sizeof control.num_bytes) : 0, false, out);
+         is_start ? static_cast<int>(sizeof control.num_bytes) : 0, 0, out);
     return true;
   }
   // Small ones first, as they hold nobody up. Others in turn: what is begun late, such as the
@@ -599,8 +612,19 @@ bool Endpoint::next_of(Nanos now, int peer, Outbound* out) {
         way.controls.push_back({Kind::kEnd, number, 0});
       }
       const char* values = operation.what.sends[peer] + static_cast<uint64_t>(block) * kBlockBytes;
-      fill(now, peer, Kind::kData, number, block, values,
-           static_cast<int>(bytes_of(operation, block)), row.num_unsent == 0, out);
+      const void* payload = values;
+      int num_bytes = static_cast<int>(bytes_of(operation, block));
+      uint8_t flags = row.num_unsent == 0 ? kIsAllSent : 0;
+      if (is_compact_ && operation.what.dtype >= 0 && num_bytes == kBlockBytes) {
+        auto* packed = reinterpret_cast<char*>(scratch_);
+        const int fewer = codec_.compact(operation.what.dtype, values, packed);
+        if (fewer < num_bytes) {
+          payload = packed;
+          num_bytes = fewer;
+          flags |= kIsCompact;
+        }
+      }
+      fill(now, peer, Kind::kData, number, block, payload, num_bytes, flags, out);
       return true;
     }
   }
@@ -640,7 +664,7 @@ bool Endpoint::next_block(int peer, Operation& operation, uint32_t* block, bool*
 }
 
 void Endpoint::fill(Nanos now, int peer, Kind kind, uint64_t operation, uint32_t block,
-                    const void* payload, int num_bytes, bool is_all_sent, Outbound* out) {
+                    const void* payload, int num_bytes, uint8_t flags, Outbound* out) {
   const int bytes = kHeaderBytes + num_bytes + kTagBytes;
   Way& way = ways_[peer];
   const SendMark mark = kind == Kind::kAck ? SendMark{} : all_.sent(now, in_flight_);
@@ -652,15 +676,8 @@ void Endpoint::fill(Nanos now, int peer, Kind kind, uint64_t operation, uint32_t
     next_at_ = Rate::after(now, next_at_, bytes, is_limited ? most_bytes_per_s_ : pace);
   }
   out->peer = peer;
-  out->header = {kVersion,
-                 kind,
-                 static_cast<uint8_t>(is_all_sent),
-                 static_cast<uint8_t>(rank_),
-                 world_,
-                 number,
-                 operation,
-                 block,
-                 0};
+  out->header = {kVersion,  kind,  flags, static_cast<uint8_t>(rank_), world_, number,
+                 operation, block, 0};
   out->payload = payload;
   out->num_bytes = num_bytes;
 }

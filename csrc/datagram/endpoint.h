@@ -27,6 +27,7 @@ struct Exchange {
   std::vector<const char*> sends;  // by rank; this one's is not used
   std::vector<char*> rooms;        // by rank; null, as the place above, for who takes no part
   uint64_t num_bytes = 0;          // of each
+  int dtype = -1;                  // code of values that may travel in fewer bytes; -1 for none
   bool is_tolerant = false;
   // Over as soon as rows are closed, while this rank's values may still be on their way: who has
   // received what others send after that has closed this rank's row.
@@ -67,6 +68,8 @@ class Endpoint {
   // `most_bytes_per_s`: what this rank may send in all; 0 for no limit.
   Endpoint(int rank, int num_ranks, uint32_t world, double most_bytes_per_s);
 
+  // Has values travel in fewer bytes, where `sends`, and reads those of others.
+  void set_codec(const PacketCodec& codec, bool sends);
   // Says where rows of an exchange may be written to before it is begun; only `operation`, `rooms`
   // and `num_bytes` are used.
   void expect(Nanos now, const Exchange& exchange);
@@ -175,7 +178,7 @@ class Endpoint {
   bool next_of(Nanos now, int peer, Outbound* out);
   bool next_block(int peer, Operation& operation, uint32_t* block, bool* is_again);
   void fill(Nanos now, int peer, Kind kind, uint64_t operation, uint32_t block, const void* payload,
-            int num_bytes, bool is_all_sent, Outbound* out);
+            int num_bytes, uint8_t flags, Outbound* out);
   void forget_if_over(uint64_t operation);
   uint32_t bytes_of(const Operation& operation, uint32_t block) const;
   bool is_critical(const Operation& operation, int owner, uint32_t block) const;
@@ -198,7 +201,9 @@ class Endpoint {
   std::vector<uint64_t> released_;
   int turn_ = 0;        // whose turn to send it is
   int turn_bytes_ = 0;  // that it has sent in it
-  unsigned char scratch_[64] = {};
+  PacketCodec codec_ = {nullptr, nullptr};
+  bool is_compact_ = false;
+  unsigned char scratch_[kBlockBytes + 64] = {};
 };
 
 }  // namespace loft::datagram

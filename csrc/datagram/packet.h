@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "packet_codec.h"
+
 namespace loft::datagram {
 
 using Nanos = int64_t;  // of a clock that never goes back
@@ -22,10 +24,10 @@ enum class Kind : uint8_t {
 struct Header {
   uint8_t version;
   Kind kind;
-  uint8_t is_all_sent;  // of data: every block of the row has been sent at least once
-  uint8_t source;       // low bits of the sender's rank: the key says who it is
-  uint32_t world;       // of the job's ranks, by chance
-  uint64_t number;      // of the packet on its way from this sender to this receiver: the nonce
+  uint8_t flags;    // of data
+  uint8_t source;   // low bits of the sender's rank: the key says who it is
+  uint32_t world;   // of the job's ranks, by chance
+  uint64_t number;  // of the packet on its way from this sender to this receiver: the nonce
   uint64_t operation;
   uint32_t block;
   uint32_t spare;  // 0
@@ -33,9 +35,11 @@ struct Header {
 static_assert(sizeof(Header) == 32, "layout of the wire");
 
 constexpr uint8_t kVersion = 1;
+// Every block of the row has been sent at least once; values are in fewer bytes (packet_codec.h).
+constexpr uint8_t kIsAllSent = 1, kIsCompact = 2;
 // 1,280 bytes hold whole values of every dtype. With the IP and UDP headers of 28 (IPv6: 48) a
 // packet has 1,356 (1,376): it fits Ethernet's 1,500, and a WireGuard tunnel in it.
-constexpr int kHeaderBytes = sizeof(Header), kTagBytes = 16, kBlockBytes = 1280;
+constexpr int kHeaderBytes = sizeof(Header), kTagBytes = 16, kBlockBytes = kPacketBlockBytes;
 constexpr int kPacketBytes = kHeaderBytes + kBlockBytes + kTagBytes;
 
 // What an acknowledgement says: the highest number that has come, and which of those before it.

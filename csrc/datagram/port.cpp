@@ -160,6 +160,11 @@ void Port::wake() {
   (void)!write(event_, &one, sizeof one);
 }
 
+void Port::set_codec(const PacketCodec& codec, bool sends) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  endpoint_.set_codec(codec, sends);
+}
+
 void Port::expect(const Exchange& exchange) {
   const std::lock_guard<std::mutex> lock(mutex_);
   endpoint_.expect(now(), exchange);

@@ -46,6 +46,7 @@ class Port {
   // Ends the thread; nothing is written to anybody's memory from then on. Can be called again.
   void close();
 
+  void set_codec(const PacketCodec& codec, bool sends);
   void expect(const Exchange& exchange);
   void begin(const Exchange& exchange);
   bool is_done(uint64_t operation);

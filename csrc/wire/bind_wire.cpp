@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "levels.h"
+#include "wire/compact.h"
 #include "wire/mailboxes.h"
 #include "wire/messages.h"
 #include "wire/private_memory.h"
@@ -38,6 +40,13 @@ void bind_wire(py::module_& module) {
       },
       "from"_a, "room"_a, "values"_a, "count"_a, "dtype"_a, "isa"_a,
       "Read the values of such a message, bit for bit; False where it is none.");
+  module.def(
+      "packet_codec",
+      [](const std::string& isa) {
+        const PacketCodec& codec = level_for(isa).codec().of_packets;
+        return py::capsule(&codec, kPacketCodecName);
+      },
+      "isa"_a, "Return what makes packets of values shorter, for Port.set_codec.");
   // Memory that processes share, by address. The interpreter's lock keeps threads apart here, and
   // no signal's handler runs within a call.
   py::class_<Mailboxes>(module, "Mailboxes", "Messages between processes that share memory.")

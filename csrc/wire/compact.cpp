@@ -19,6 +19,9 @@
 // 3 and 4 bits of 512 values are laid out so that loops over 64 lanes are whole vectors: lane j of
 // byte group g has those of values j, 64 + j, 128 + j ..., from the lowest bit on.
 //
+// Where a block travels in a packet of its own it has as many values as fit there, and other
+// widths.
+//
 // Plain loops, which compilers turn into vectors of this instruction set; but exceptions are found
 // by masks: one in forty values is one.
 
@@ -32,7 +35,7 @@
 namespace loft::LOFT_ISA {
 namespace {
 
-constexpr int kValues = kCompactValues, kWidth = 64, kTurns = kValues / kWidth;
+constexpr int kTurns = 8;  // a block has so many times its width
 
 struct BlockHead {
   uint8_t bits;  // of an exponent: 0 where all are `top`, 3 or 4; or kAsTheyAre
@@ -45,11 +48,11 @@ static_assert(sizeof(BlockHead) == kCompactHeadBytes, "compact_room counts them"
 // 0 to 13 as it is, 14 for exponent 0, as zeros have it, 15 for an exception.
 constexpr int kMost3 = 6, kOther3 = 7, kMost4 = 13, kZero4 = 14, kOther4 = 15;
 constexpr uint8_t kAsTheyAre = 255;
-constexpr int kBytes3 = 3 * kWidth, kBytes4 = 4 * kWidth;
 constexpr int kTops = 3;  // of the largest exponents, which are tried as a block's top; a choice
 
-// --- 512 numbers of 3 and 4 bits
+// --- eight times kWidth numbers of 3 and 4 bits
 
+template <int kWidth>
 void put3(const uint8_t* from, uint8_t* to) {
   for (int j = 0; j < kWidth; ++j) {
     const uint8_t* c = from + j;
@@ -61,6 +64,7 @@ void put3(const uint8_t* from, uint8_t* to) {
   }
 }
 
+template <int kWidth>
 void get3(const uint8_t* from, uint8_t* to) {
   for (int j = 0; j < kWidth; ++j) {
     const unsigned a = from[j], b = from[j + kWidth], c = from[j + 2 * kWidth];
@@ -72,12 +76,14 @@ void get3(const uint8_t* from, uint8_t* to) {
   }
 }
 
+template <int kWidth>
 void put4(const uint8_t* from, uint8_t* to) {
   for (int pair = 0; pair < kTurns / 2; ++pair, from += 2 * kWidth, to += kWidth) {
     for (int j = 0; j < kWidth; ++j) to[j] = static_cast<uint8_t>(from[j] | from[j + kWidth] << 4);
   }
 }
 
+template <int kWidth>
 void get4(const uint8_t* from, uint8_t* to) {
   for (int pair = 0; pair < kTurns / 2; ++pair, from += kWidth, to += 2 * kWidth) {
     for (int j = 0; j < kWidth; ++j) {
@@ -117,7 +123,7 @@ uint64_t mask_of(const uint8_t* codes, uint8_t wanted) {
 }
 
 // Calls body(i) for every value whose code is `wanted`, in their order.
-template <typename Body>
+template <int kValues, typename Body>
 void for_code(const uint8_t* codes, uint8_t wanted, const Body& body) {
   static_assert(kValues % 64 == 0, "masks are whole");
   for (int first = 0; first < kValues; first += 64) {
@@ -129,12 +135,13 @@ void for_code(const uint8_t* codes, uint8_t wanted, const Body& body) {
 
 // --- values, as exponents and the rest
 
-template <DType kDType>
+template <DType kDType, int kWidth>
 struct Split;
 
-template <>
-struct Split<DType::kFloat32> {
+template <int kWidth>
+struct Split<DType::kFloat32, kWidth> {
   using Bits = uint32_t;
+  static constexpr int kValues = kTurns * kWidth;
   static constexpr int kRestBytes = 3 * kValues;
   static void apart(const Bits* from, uint8_t* exponents, uint8_t* rest) {
     uint16_t low[kValues];
@@ -157,9 +164,10 @@ struct Split<DType::kFloat32> {
   }
 };
 
-template <>
-struct Split<DType::kBFloat16> {
+template <int kWidth>
+struct Split<DType::kBFloat16, kWidth> {
   using Bits = uint16_t;
+  static constexpr int kValues = kTurns * kWidth;
   static constexpr int kRestBytes = kValues;
   static void apart(const Bits* from, uint8_t* exponents, uint8_t* rest) {
     for (int i = 0; i < kValues; ++i) {
@@ -174,10 +182,11 @@ struct Split<DType::kBFloat16> {
   }
 };
 
-template <>
-struct Split<DType::kFloat16> {
+template <int kWidth>
+struct Split<DType::kFloat16, kWidth> {
   using Bits = uint16_t;
-  static constexpr int kRestBytes = kValues + kBytes3;
+  static constexpr int kValues = kTurns * kWidth;
+  static constexpr int kRestBytes = kValues + 3 * kWidth;
   static void apart(const Bits* from, uint8_t* exponents, uint8_t* rest) {
     uint8_t high[kValues];  // two bits of the mantissa, and the sign
     for (int i = 0; i < kValues; ++i) {
@@ -185,11 +194,11 @@ struct Split<DType::kFloat16> {
       high[i] = static_cast<uint8_t>((from[i] >> 8 & 3) | (from[i] >> 13 & 4));
       exponents[i] = static_cast<uint8_t>(from[i] >> 10 & 0x1f);
     }
-    put3(high, rest + kValues);
+    put3<kWidth>(high, rest + kValues);
   }
   static void join(const uint8_t* exponents, const uint8_t* rest, Bits* to) {
     uint8_t high[kValues];
-    get3(rest + kValues, high);
+    get3<kWidth>(rest + kValues, high);
     for (int i = 0; i < kValues; ++i) {
       to[i] = static_cast<Bits>(rest[i] | (high[i] & 3) << 8 | (high[i] & 4) << 13 |
                                 exponents[i] << 10);
@@ -200,7 +209,7 @@ struct Split<DType::kFloat16> {
 // --- a block
 
 // How many exponents are not in [top - most, top]; of those `kKeepsZero` lets 0 pass.
-template <bool kKeepsZero>
+template <int kWidth, bool kKeepsZero>
 int count_outside(const uint8_t* exponents, int top, int most) {
   uint8_t lanes[kWidth] = {};
   for (int turn = 0; turn < kTurns; ++turn, exponents += kWidth) {
@@ -215,7 +224,9 @@ int count_outside(const uint8_t* exponents, int top, int most) {
 }
 
 // The head that takes the fewest bytes, fewer than `best_bytes` for exponents and exceptions.
+template <int kWidth>
 BlockHead head_for(const uint8_t* exponents, int best_bytes) {
+  constexpr int kValues = kTurns * kWidth, kBytes3 = 3 * kWidth, kBytes4 = 4 * kWidth;
   uint8_t most = 0, least = 255;
   for (int i = 0; i < kValues; ++i) {
     most = exponents[i] > most ? exponents[i] : most;
@@ -224,13 +235,13 @@ BlockHead head_for(const uint8_t* exponents, int best_bytes) {
   if (most == least) return {0, most, 0};
   BlockHead best{kAsTheyAre, 0, 0};
   for (int top = most; top > most - kTops && top > 0; --top) {
-    const int out3 = count_outside<false>(exponents, top, kMost3);
+    const int out3 = count_outside<kWidth, false>(exponents, top, kMost3);
     if (kBytes3 + out3 < best_bytes) {
       best_bytes = kBytes3 + out3;
       best = {3, static_cast<uint8_t>(top), static_cast<uint16_t>(out3)};
     }
     if (kBytes4 >= best_bytes) continue;
-    const int out4 = count_outside<true>(exponents, top, kMost4);
+    const int out4 = count_outside<kWidth, true>(exponents, top, kMost4);
     if (kBytes4 + out4 < best_bytes) {
       best_bytes = kBytes4 + out4;
       best = {4, static_cast<uint8_t>(top), static_cast<uint16_t>(out4)};
@@ -240,7 +251,9 @@ BlockHead head_for(const uint8_t* exponents, int best_bytes) {
 }
 
 // Writes exponents and exceptions by a head; returns how many bytes.
+template <int kWidth>
 int put_exponents(const BlockHead& head, const uint8_t* exponents, uint8_t* to) {
+  constexpr int kValues = kTurns * kWidth;
   if (head.bits == 0) return 0;
   uint8_t codes[kValues];
   const bool is3 = head.bits == 3;
@@ -250,24 +263,26 @@ int put_exponents(const BlockHead& head, const uint8_t* exponents, uint8_t* to) 
       const auto below = static_cast<uint8_t>(head.top - exponents[i]);
       codes[i] = below > kMost3 ? kOther3 : below;
     }
-    put3(codes, to);
+    put3<kWidth>(codes, to);
   } else {
     for (int i = 0; i < kValues; ++i) {
       const auto below = static_cast<uint8_t>(head.top - exponents[i]);
       const uint8_t code = below > kMost4 ? kOther4 : below;
       codes[i] = exponents[i] == 0 ? kZero4 : code;
     }
-    put4(codes, to);
+    put4<kWidth>(codes, to);
   }
-  const int bytes = is3 ? kBytes3 : kBytes4;
+  const int bytes = (is3 ? 3 : 4) * kWidth;
   if (head.exceptions == 0) return bytes;
   uint8_t* next = to + bytes;
-  for_code(codes, other, [&](int i) { *next++ = exponents[i]; });
+  for_code<kValues>(codes, other, [&](int i) { *next++ = exponents[i]; });
   return static_cast<int>(next - to);
 }
 
 // Reads what put_exponents has written; false where that cannot be.
+template <int kWidth>
 bool get_exponents(const BlockHead& head, const uint8_t* from, uint8_t* exponents) {
+  constexpr int kValues = kTurns * kWidth;
   if (head.bits == 0) {
     std::memset(exponents, head.top, kValues);
     return true;
@@ -275,16 +290,16 @@ bool get_exponents(const BlockHead& head, const uint8_t* from, uint8_t* exponent
   uint8_t codes[kValues];
   const bool is3 = head.bits == 3;
   const uint8_t other = is3 ? kOther3 : kOther4;
-  is3 ? get3(from, codes) : get4(from, codes);
+  is3 ? get3<kWidth>(from, codes) : get4<kWidth>(from, codes);
   for (int i = 0; i < kValues; ++i) exponents[i] = static_cast<uint8_t>(head.top - codes[i]);
   if (!is3) {
     for (int i = 0; i < kValues; ++i) exponents[i] = codes[i] == kZero4 ? 0 : exponents[i];
   }
   // Whatever a peer has sent: no more exceptions are read than it says that there are.
-  const uint8_t* next = from + (is3 ? kBytes3 : kBytes4);
+  const uint8_t* next = from + (is3 ? 3 : 4) * kWidth;
   const uint8_t* end = next + head.exceptions;
   bool is_short = false;
-  for_code(codes, other, [&](int i) {
+  for_code<kValues>(codes, other, [&](int i) {
     if (next == end) {
       is_short = true;
     } else {
@@ -294,16 +309,18 @@ bool get_exponents(const BlockHead& head, const uint8_t* from, uint8_t* exponent
   return next == end && !is_short;
 }
 
-template <DType kDType>
+template <DType kDType, int kWidth>
 int64_t compact_as(const char* values, int64_t count, char* out) {
-  using S = Split<kDType>;
+  using S = Split<kDType, kWidth>;
+  constexpr int kValues = S::kValues;
   typename S::Bits bits[kValues];
   uint8_t exponents[kValues], rest[S::kRestBytes];
   char* to = out;
   for (; count >= kValues; count -= kValues, values += sizeof(bits)) {
     std::memcpy(bits, values, sizeof(bits));  // rows need not be aligned
     S::apart(bits, exponents, rest);
-    const BlockHead head = head_for(exponents, static_cast<int>(sizeof(bits)) - S::kRestBytes);
+    const BlockHead head =
+        head_for<kWidth>(exponents, static_cast<int>(sizeof(bits)) - S::kRestBytes);
     std::memcpy(to, &head, sizeof(head));
     to += sizeof(head);
     if (head.bits == kAsTheyAre) {
@@ -311,7 +328,7 @@ int64_t compact_as(const char* values, int64_t count, char* out) {
       to += sizeof(bits);
       continue;
     }
-    to += put_exponents(head, exponents, reinterpret_cast<uint8_t*>(to));
+    to += put_exponents<kWidth>(head, exponents, reinterpret_cast<uint8_t*>(to));
     std::memcpy(to, rest, sizeof(rest));
     to += sizeof(rest);
   }
@@ -320,9 +337,10 @@ int64_t compact_as(const char* values, int64_t count, char* out) {
   return to + left - out;
 }
 
-template <DType kDType>
+template <DType kDType, int kWidth>
 bool expand_as(const char* from, int64_t bytes, char* values, int64_t count) {
-  using S = Split<kDType>;
+  using S = Split<kDType, kWidth>;
+  constexpr int kValues = S::kValues;
   typename S::Bits bits[kValues];
   constexpr int64_t kBytes = sizeof(bits);
   uint8_t exponents[kValues];
@@ -343,7 +361,8 @@ bool expand_as(const char* from, int64_t bytes, char* values, int64_t count) {
     if (head.exceptions > (is_coded ? kValues : 0)) return false;
     const int exponent_bytes = head.bits * kWidth + head.exceptions;
     if (end - from < exponent_bytes + S::kRestBytes) return false;
-    if (!get_exponents(head, reinterpret_cast<const uint8_t*>(from), exponents)) return false;
+    if (!get_exponents<kWidth>(head, reinterpret_cast<const uint8_t*>(from), exponents))
+      return false;
     S::join(exponents, reinterpret_cast<const uint8_t*>(from + exponent_bytes), bits);
     from += exponent_bytes + S::kRestBytes;
     std::memcpy(values, bits, sizeof(bits));
@@ -354,30 +373,50 @@ bool expand_as(const char* from, int64_t bytes, char* values, int64_t count) {
   return true;
 }
 
+constexpr int kBlockWidth = kCompactValues / kTurns;
+// What has the bytes of a packet's values is a block of so many values.
+constexpr int kPacketWidth = kPacketBlockBytes / 4 / kTurns;
+
+template <int kWidth, int kWidth16>
 int64_t compact(DType dtype, const char* values, int64_t count, char* out) {
   switch (dtype) {
-    case DType::kFloat32: return compact_as<DType::kFloat32>(values, count, out);
-    case DType::kFloat16: return compact_as<DType::kFloat16>(values, count, out);
-    case DType::kBFloat16: return compact_as<DType::kBFloat16>(values, count, out);
+    case DType::kFloat32: return compact_as<DType::kFloat32, kWidth>(values, count, out);
+    case DType::kFloat16: return compact_as<DType::kFloat16, kWidth16>(values, count, out);
+    case DType::kBFloat16: return compact_as<DType::kBFloat16, kWidth16>(values, count, out);
     case DType::kFloat64: break;  // refused before
   }
   return 0;
 }
 
+template <int kWidth, int kWidth16>
 bool expand(DType dtype, const char* from, int64_t bytes, char* values, int64_t count) {
   switch (dtype) {
-    case DType::kFloat32: return expand_as<DType::kFloat32>(from, bytes, values, count);
-    case DType::kFloat16: return expand_as<DType::kFloat16>(from, bytes, values, count);
-    case DType::kBFloat16: return expand_as<DType::kBFloat16>(from, bytes, values, count);
+    case DType::kFloat32: return expand_as<DType::kFloat32, kWidth>(from, bytes, values, count);
+    case DType::kFloat16: return expand_as<DType::kFloat16, kWidth16>(from, bytes, values, count);
+    case DType::kBFloat16: return expand_as<DType::kBFloat16, kWidth16>(from, bytes, values, count);
     case DType::kFloat64: break;
   }
   return false;
 }
 
+int compact_packet(int dtype, const char* values, char* out) {
+  const auto kind = static_cast<DType>(dtype);
+  const int64_t count = kPacketBlockBytes / size_of(kind);
+  return static_cast<int>(compact<kPacketWidth, 2 * kPacketWidth>(kind, values, count, out));
+}
+
+bool expand_packet(int dtype, const char* from, int bytes, char* values) {
+  const auto kind = static_cast<DType>(dtype);
+  const int64_t count = kPacketBlockBytes / size_of(kind);
+  return expand<kPacketWidth, 2 * kPacketWidth>(kind, from, bytes, values, count);
+}
+
 }  // namespace
 
 const BlockCodec& codec() {
-  static const BlockCodec both{compact, expand};
+  static const BlockCodec both{compact<kBlockWidth, kBlockWidth>,
+                               expand<kBlockWidth, kBlockWidth>,
+                               {compact_packet, expand_packet}};
   return both;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "packet_codec.h"
 #include "rules.h"
 
 namespace loft {
@@ -15,6 +16,7 @@ struct BlockCodec {
   int64_t (*compact)(DType dtype, const char* values, int64_t count, char* out);
   // Says whether so many bytes can be read as so many values, which it writes.
   bool (*expand)(DType dtype, const char* from, int64_t bytes, char* values, int64_t count);
+  PacketCodec of_packets;
 };
 
 // Every level has one; levels.h finds it.

@@ -19,8 +19,20 @@ from loft_hvd._native import extension, require_extension
 from loft_hvd.config import config
 from loft_hvd.errors import TransportError
 
-__all__ = ["has_messages", "is_available", "message_of", "read", "room_for"]
+__all__ = [
+    "SLOW_BYTES_PER_S",
+    "code_of",
+    "has_messages",
+    "is_available",
+    "message_of",
+    "packet_codec",
+    "read",
+    "room_for",
+]
 
+# Links up to which it pays. Measured (docs/benchmarks.md): a gain of 13 % at 1 Gb/s and a loss of 3
+# at 2.5, on hosts with half a core; what lies between is a choice.
+SLOW_BYTES_PER_S = 150e6
 _CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # DType in csrc/rules.h
 
 
@@ -32,6 +44,16 @@ def is_available() -> bool:
 def has_messages(dtype: torch.dtype) -> bool:
     """Say whether values of a dtype can be sent so."""
     return dtype in _CODES
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """Return the number of a dtype in csrc/rules.h; -1 for one that cannot be sent so."""
+    return _CODES.get(dtype, -1)
+
+
+def packet_codec() -> object:
+    """Return what makes packets of values shorter, for the extension of datagrams."""
+    return require_extension().packet_codec(_level())
 
 
 def room_for(values: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 from loft_hvd._native import datagram_extension
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, TransportError
+from loft_hvd.transport import compact
 from loft_hvd.transport.agreement import digest, on_all, share_keys
 from loft_hvd.transport.base import (
     Brought,
@@ -160,7 +161,7 @@ class DatagramPort:
             assert name not in self._expected, name
             number = self._expected[name] = self.number_of(name)
             self._held[number] = (recv,)
-            self.wire.expect(number, places, num_bytes)
+            self.wire.expect(number, places, num_bytes, compact.code_of(recv.dtype))
 
     def begin(self, name: str, *held: Tensor) -> int:
         """Return the number of an exchange that begins; its memory is kept until it is released."""
@@ -311,6 +312,7 @@ class DatagramLane(Lane):
             self._places(sends)[0],
             places,
             num_bytes,
+            compact.code_of(room.dtype),
             limits.most_missing,
             bytes(present),
             self._critical(limits.critical, room),
@@ -358,7 +360,8 @@ class DatagramLane(Lane):
             rooms[self.rank].copy_(sends[self.rank].view_as(rooms[self.rank]))
         places, num_bytes = self._places(rooms)
         number = self._ends.begin(self._stem + name, send, recv)
-        self._ends.wire.begin(number, self._places(sends)[0], places, num_bytes, copies)
+        dtype = compact.code_of(send.dtype)
+        self._ends.wire.begin(number, self._places(sends)[0], places, num_bytes, dtype, copies)
         return self.can.follow(_Exchanged(self._ends, number, name), name)
 
 
@@ -418,14 +421,26 @@ def open_datagrams(channel: Channel, gather: LossTolerant) -> DatagramPort | Non
             _tell(channel, f"{pairs}: a firewall on the way lets no UDP pass, or not 1,400 bytes")
         ends.close()
         return None
+    is_compact = _have_floats_compact(ends, channel)
     if rank == 0:
         _logger.info(
-            "datagrams between ranks: at least %.0f Mb/s out of each, %s to %s",
+            "datagrams between ranks: at least %.0f Mb/s out of each, %s to %s, floats travel %s",
             8e-6 * (ends.bytes_per_s or 0.0),
             places[0],
             places[-1],
+            "compact" if is_compact else "plain",
         )
     return ends
+
+
+def _have_floats_compact(ends: DatagramPort, channel: Channel) -> bool:
+    """Have floats travel in fewer bytes where links are slow, as a mesh does."""
+    is_slow = (ends.bytes_per_s or 0.0) <= compact.SLOW_BYTES_PER_S
+    wanted = config().compact == "on" or (config().compact == "auto" and is_slow)
+    is_compact = on_all(channel.sub("compact"), wanted and compact.is_available())
+    if compact.is_available():
+        ends.wire.set_codec(compact.packet_codec(), is_compact)
+    return is_compact
 
 
 def _key(shared: bytes, world: int, source: int, target: int) -> bytes:

@@ -65,12 +65,10 @@ _TAGS = 2**30  # bound from torch, whose tags are C's int; each operation takes 
 # Bytes that a rank sends to all others, time after time, to see how fast links are. Choices: the
 # first time warms connections up; ranks begin milliseconds apart, which only many bytes outweigh.
 _TRIED_BYTES = (2**20, 2**20, 2**23, 2**23)
-# Links up to which floats travel compact, and the least bytes of a message, and of what a rank
-# sends in an exchange. Measured (docs/benchmarks.md): a gain of 13 % at 1 Gb/s and a loss of 3 at
-# 2.5, on hosts with half a core; at 1 Gb/s exchanges of 3 MB gain 4 %, and those of 0.75 lose 12.
-# What lies between are choices. 16 KiB travel 19 us sooner so at 1 Gb/s and 97 at 200 Mb/s, and
+# The least bytes of a message whose floats travel compact, and of what a rank sends in an exchange.
+# Measured (docs/benchmarks.md): at 1 Gb/s exchanges of 3 MB gain 4 %, and those of 0.75 lose 12;
+# what lies between is a choice. 16 KiB travel 19 us sooner so at 1 Gb/s and 97 at 200 Mb/s, and
 # cost 40 us of CPU time at both ends together.
-_COMPACT_BYTES_PER_S = 150e6
 _COMPACT_BYTES, _COMPACT_EXCHANGE_BYTES = 16 * 1024, 10**6
 _LONG_TRY_S = 0.05  # more bytes would say no more
 _CONNECT_S = 20.0  # a choice: ranks that are not connected by then are behind a firewall
@@ -606,7 +604,7 @@ def try_mesh(
             bytes_per_s, silent = _try_links(group, ranks, channel.sub("all"), more=more)
     if silent:
         return f"ranks {silent} could not send or receive"
-    is_slow = bytes_per_s <= _COMPACT_BYTES_PER_S
+    is_slow = bytes_per_s <= compact.SLOW_BYTES_PER_S
     wanted = compact_floats == "on" or (compact_floats == "auto" and is_slow)
     is_compact = on_all(channel.sub("compact"), wanted and compact.is_available())
     if channel.rank == 0:

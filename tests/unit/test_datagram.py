@@ -22,7 +22,7 @@ from loft_hvd.pipeline.ring import ExchangeSpec
 from loft_hvd.pipeline.tolerance import check_gather, loss_limits
 from loft_hvd.pipeline.weights import PassWeights
 from loft_hvd.pipeline.wire import Compression
-from loft_hvd.transport import datagram
+from loft_hvd.transport import compact, datagram
 from loft_hvd.transport.base import Channel, Lane, wait_for
 from loft_hvd.transport.conformance import CHECKS
 from loft_hvd.transport.datagram import DatagramLane, LossTolerant, open_datagrams
@@ -116,6 +116,34 @@ def test_where_nothing_is_lost_results_have_the_bits_of_other_lanes(
 
     for result, due in _run(4, work):
         assert torch.equal(result, due)
+
+
+@needs_datagrams
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "any bits", "zeros"])
+def test_floats_travel_compact_bit_for_bit(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compact, "SLOW_BYTES_PER_S", float("inf"))
+
+    def sent_by(rank: int) -> Tensor:
+        draw = torch.Generator().manual_seed(rank)
+        if kind == "any bits":
+            num_bytes = 50_001 * dtype.itemsize
+            drawn = torch.randint(0, 256, (num_bytes,), generator=draw, dtype=torch.uint8)
+            return drawn.view(dtype)
+        values = torch.randn(50_001, generator=draw) * 1e-3
+        return (values * float(kind == "normal")).to(dtype)
+
+    def work(lane: DatagramLane) -> Tensor:
+        received = torch.empty(3 * 50_001, dtype=dtype)
+        work = lane.allgather(sent_by(lane.rank), received, name="all")
+        wait_for(work, what="all", timeout_s=_LIMIT_S)
+        return received
+
+    due = torch.cat([sent_by(rank) for rank in range(3)]).view(torch.uint8)
+    for received in _run(3, work):
+        assert torch.equal(received.view(torch.uint8), due)
 
 
 @needs_datagrams

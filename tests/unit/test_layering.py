@@ -390,7 +390,7 @@ _CXX_ROOMS = {
     "checks": {"", "checks", "cpu", "cuda", "datagram", "process", "wire"},
     "cpu": {"", "cpu"},
     "cuda": {"", "cuda"},
-    "datagram": {"datagram", "process"},
+    "datagram": {"", "datagram", "process"},
     "process": {"process"},
     "shares": {"shares"},
     "wire": {"", "cpu", "wire"},
