@@ -146,6 +146,8 @@ PYBIND11_MODULE(_loft_datagram, module) {
            "Return the exchanges whose memory is not used any more, each once.")
       .def("silent", &Port::silent, "limit_s"_a, Free(),
            "Return the ranks that have acknowledged nothing for so long.")
+      .def("tunnelled", &Port::tunnelled, Free(),
+           "Return the ranks to which packets go by TCP, as UDP does not pass.")
       .def(
           "state",
           [](Port& port, int peer) {

@@ -39,6 +39,12 @@ constexpr int kReceives = 4;   // messages of a call, of up to 64 packets: one a
 constexpr int kReceiveBytes = 1 << 16;
 constexpr int kBufferBytes = 8 << 20;
 constexpr Nanos kLongestWait = 100 * kMilli, kPause = kSecond;
+// After so long without an acknowledgement a rank calls the other by TCP; of two ranks the higher
+// one a little later, so that they do not call each other. Again after so long where that was in
+// vain.
+constexpr Nanos kSilence = 5 * kSecond, kLater = 2 * kSecond, kAgain = 3 * kSecond;
+constexpr size_t kMostCallers = 8;
+constexpr Nanos kCallerSpeaks = 5 * kSecond;  // who has connected has so long to say who it is
 
 [[noreturn]] void fail(const std::string& what) {
   throw std::runtime_error(what + ": " + std::strerror(errno));
@@ -64,6 +70,7 @@ struct Port::Batch {
   std::array<int, kPackets> lengths, peers;
   std::vector<unsigned char> received = std::vector<unsigned char>(kReceives * kReceiveBytes);
   unsigned char opened[kReceiveBytes];
+  std::vector<pollfd> ready;
 };
 
 Nanos Port::now() {
@@ -113,6 +120,16 @@ Port::Port(PortSettings settings)
   counts_.has_gro = setsockopt(socket_, SOL_UDP, UDP_GRO, &on, sizeof on) == 0;
   const int none = 0;
   counts_.has_gso = setsockopt(socket_, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
+  tunnels_.resize(num_ranks);
+  tried_at_.resize(num_ranks, 0);
+  // Without it, as where the number is taken, ranks that hear nothing end in an error.
+  listener_ = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  (void)setsockopt(listener_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (bind(listener_, reinterpret_cast<sockaddr*>(&place), sizeof place) != 0 ||
+      listen(listener_, static_cast<int>(kMostCallers)) != 0) {
+    ::close(listener_);
+    listener_ = -1;
+  }
   event_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (event_ < 0) {
     ::close(socket_);
@@ -152,7 +169,10 @@ void Port::close() {
   }
   ::close(socket_);
   ::close(event_);
-  socket_ = event_ = -1;
+  if (listener_ >= 0) ::close(listener_);
+  tunnels_.clear();
+  callers_.clear();
+  socket_ = event_ = listener_ = -1;
 }
 
 void Port::wake() {
@@ -208,6 +228,15 @@ std::vector<int> Port::silent(double limit_s) {
   return endpoint_.silent(now(), static_cast<Nanos>(limit_s * kSecond));
 }
 
+std::vector<int> Port::tunnelled() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<int> found;
+  for (size_t peer = 0; peer < tunnels_.size(); ++peer) {
+    if (tunnels_[peer]) found.push_back(static_cast<int>(peer));
+  }
+  return found;
+}
+
 // --- the thread
 
 void Port::run() {
@@ -221,8 +250,14 @@ void Port::run() {
       const Nanos at = now();
       if (at - last > kPause) endpoint_.paused(at - last);
       receive();
+      look_for_silence(at);
+      accept_tunnels(at);
+      serve_tunnels(at);
       endpoint_.turn(now());
       is_full = !send();
+      for (auto& tunnel : tunnels_) {
+        if (tunnel && !tunnel->flush()) tunnel.reset();
+      }
       until = endpoint_.wake_at(now());
       last = now();
     }
@@ -231,13 +266,113 @@ void Port::run() {
 }
 
 void Port::wait(Nanos until, bool is_full) {
-  pollfd ready[2] = {{socket_, static_cast<short>(is_full ? POLLIN | POLLOUT : POLLIN), 0},
-                     {event_, POLLIN, 0}};
+  std::vector<pollfd>& ready = batch_->ready;
+  ready.assign({{socket_, static_cast<short>(is_full ? POLLIN | POLLOUT : POLLIN), 0},
+                {event_, POLLIN, 0},
+                {listener_, POLLIN, 0}});  // -1 is passed over
+  for (const auto& tunnel : tunnels_) {
+    if (!tunnel) continue;
+    const int wanted = tunnel->has_to_send() ? POLLIN | POLLOUT : POLLIN;
+    ready.push_back({tunnel->socket(), static_cast<short>(wanted), 0});
+  }
+  for (const Caller& caller : callers_) ready.push_back({caller.tunnel->socket(), POLLIN, 0});
   const Nanos left = std::clamp<Nanos>(until - now(), 0, kLongestWait);
   const timespec limit{left / kSecond, left % kSecond};
-  (void)ppoll(ready, 2, &limit, nullptr);
+  (void)ppoll(ready.data(), ready.size(), &limit, nullptr);
   uint64_t count = 0;
   if (ready[1].revents & POLLIN) (void)!read(event_, &count, sizeof count);
+}
+
+// --- where UDP does not pass
+
+void Port::look_for_silence(Nanos at) {
+  if (at - looked_at_ < kSecond / 4) return;
+  looked_at_ = at;
+  for (const int peer : endpoint_.silent(at, kSilence)) {
+    const auto index = static_cast<size_t>(peer);
+    if (tunnels_[index] || (tried_at_[index] > 0 && at - tried_at_[index] < kAgain)) continue;
+    const bool is_first = settings_.rank < peer;
+    if (!is_first && endpoint_.silent(at, kSilence + kLater).empty()) continue;
+    tried_at_[index] = at;
+    open_tunnel(peer);
+  }
+}
+
+void Port::open_tunnel(int peer) {
+  const int end = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (end < 0) return;
+  auto tunnel = std::make_unique<Tunnel>(end);
+  sockaddr_in place{};
+  place.sin_family = AF_INET;
+  place.sin_addr.s_addr = addresses_[static_cast<size_t>(peer)].first;
+  place.sin_port = addresses_[static_cast<size_t>(peer)].second;
+  // In progress: what is sent waits until it is connected, and is lost where it never is.
+  const int done = ::connect(end, reinterpret_cast<sockaddr*>(&place), sizeof place);
+  if (done == 0 || errno == EINPROGRESS) tunnels_[static_cast<size_t>(peer)] = std::move(tunnel);
+}
+
+void Port::accept_tunnels(Nanos at) {
+  while (listener_ >= 0) {
+    sockaddr_in from{};
+    socklen_t size = sizeof from;
+    const int end =
+        accept4(listener_, reinterpret_cast<sockaddr*>(&from), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (end < 0) return;
+    auto tunnel = std::make_unique<Tunnel>(end);
+    const uint32_t address = from.sin_addr.s_addr;
+    const bool is_ranks = std::any_of(addresses_.begin(), addresses_.end(),
+                                      [&](const auto& each) { return each.first == address; });
+    if (is_ranks && callers_.size() < kMostCallers) {
+      callers_.push_back({std::move(tunnel), address, at + kCallerSpeaks});
+    } else {
+      ++counts_.strangers;
+    }
+  }
+}
+
+// The rank of an address whose key opens a packet; -1 for none.
+int Port::who_sealed(uint32_t address, const unsigned char* packet, int num_bytes) {
+  const int sealed = num_bytes - kHeaderBytes - kTagBytes;
+  Header header;
+  if (sealed < 0) return -1;
+  std::memcpy(&header, packet, sizeof header);
+  for (size_t peer = 0; peer < addresses_.size(); ++peer) {
+    if (static_cast<int>(peer) == settings_.rank || addresses_[peer].first != address) continue;
+    if (opens_[peer].open(header, packet + kHeaderBytes, sealed, batch_->opened)) {
+      return static_cast<int>(peer);
+    }
+  }
+  return -1;
+}
+
+void Port::serve_tunnels(Nanos at) {
+  for (size_t peer = 0; peer < tunnels_.size(); ++peer) {
+    if (!tunnels_[peer]) continue;
+    const bool goes_on = tunnels_[peer]->receive([&](const unsigned char* packet, int num_bytes) {
+      take(static_cast<int>(peer), packet, num_bytes, at);
+      return true;
+    });
+    if (!goes_on) tunnels_[peer].reset();
+  }
+  for (size_t i = 0; i < callers_.size();) {
+    Caller& caller = callers_[i];
+    int peer = -1;
+    const bool goes_on = caller.tunnel->receive([&](const unsigned char* packet, int num_bytes) {
+      if (peer < 0) peer = who_sealed(caller.address, packet, num_bytes);
+      if (peer >= 0) take(peer, packet, num_bytes, at);
+      return peer >= 0;
+    });
+    if (goes_on && peer < 0 && at < caller.until) {
+      ++i;
+      continue;
+    }
+    if (goes_on && peer >= 0) {
+      tunnels_[static_cast<size_t>(peer)] = std::move(caller.tunnel);
+    } else {
+      ++counts_.strangers;
+    }
+    callers_.erase(callers_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
 }
 
 int Port::peer_of(const sockaddr_in& from) const {
@@ -323,6 +458,10 @@ bool Port::send() {
         if (!seals_[static_cast<size_t>(out.peer)].seal(out.header, out.payload, out.num_bytes,
                                                         packet.data() + kHeaderBytes)) {
           continue;  // as if it were lost
+        }
+        if (const auto& tunnel = tunnels_[static_cast<size_t>(out.peer)]) {
+          tunnel->send(packet.data(), kHeaderBytes + out.num_bytes + kTagBytes);
+          continue;
         }
         batch.lengths[batch.num_packets] = kHeaderBytes + out.num_bytes + kTagBytes;
         batch.peers[batch.num_packets++] = out.peer;

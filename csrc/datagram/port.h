@@ -1,4 +1,6 @@
 // Layer 4. A UDP port on which ranks exchange values: an endpoint with sockets, keys and a thread.
+// Where UDP does not pass between two of them any more, their packets go by a TCP connection to the
+// port of the same number (tunnel.h).
 #pragma once
 
 #include <array>
@@ -12,6 +14,7 @@
 
 #include "datagram/endpoint.h"
 #include "datagram/seal.h"
+#include "datagram/tunnel.h"
 
 struct sockaddr_in;
 
@@ -55,6 +58,8 @@ class Port {
   LinkState state(int peer);
   PortCounts counts();
   std::vector<int> silent(double limit_s);
+  // The ranks to which packets go by TCP.
+  std::vector<int> tunnelled();
 
  private:
   struct Batch;
@@ -65,6 +70,11 @@ class Port {
   int peer_of(const sockaddr_in& from) const;
   bool send();  // whether all that was due is sent
   void wait(Nanos until, bool is_full);
+  void look_for_silence(Nanos at);
+  void open_tunnel(int peer);
+  void accept_tunnels(Nanos at);
+  void serve_tunnels(Nanos at);
+  int who_sealed(uint32_t address, const unsigned char* packet, int num_bytes);
   void wake();
 
   const PortSettings settings_;
@@ -74,6 +84,16 @@ class Port {
   std::vector<Cipher> seals_, opens_;                     // by rank
   std::vector<std::pair<uint32_t, uint16_t>> addresses_;  // by rank, as the network has them
   std::unique_ptr<Batch> batch_;
+  struct Caller {  // who has connected, and not said who it is
+    std::unique_ptr<Tunnel> tunnel;
+    uint32_t address;
+    Nanos until;
+  };
+  int listener_ = -1;
+  std::vector<std::unique_ptr<Tunnel>> tunnels_;  // by rank
+  std::vector<Nanos> tried_at_;                   // by rank
+  std::vector<Caller> callers_;
+  Nanos looked_at_ = 0;
   PortCounts counts_;
   bool is_stopped_ = false, is_awake_ = true;
   int owner_;  // process

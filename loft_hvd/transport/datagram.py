@@ -140,6 +140,7 @@ class DatagramPort:
         self._held: dict[int, tuple[Tensor, ...]] = {}  # what is sent from and received into
         self._lock = threading.Lock()
         self._looked_at = 0.0
+        self._tunnelled: set[int] = set()
 
     @property
     def wire(self) -> Any:
@@ -174,11 +175,26 @@ class DatagramPort:
             return number
 
     def silent(self) -> list[int]:
-        """Return the ranks that have acknowledged nothing for long; asks now and then."""
+        """Return the ranks that have acknowledged nothing for long; asks now and then.
+
+        Says once of a rank that its packets go another way.
+        """
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
             return []
         self._looked_at = now
+        for peer in self.wire.tunnelled():
+            if peer not in self._tunnelled:
+                self._tunnelled.add(peer)
+                _logger.warning(
+                    "rank %d: no UDP packet passes any more between %s and rank %d (%s); what "
+                    "these two ranks send each other goes by TCP from now on, which is slow where "
+                    "packets are lost: look at the firewalls on the way",
+                    self.rank,
+                    self.places[self.rank],
+                    peer,
+                    self.places[peer],
+                )
         found: list[int] = self.wire.silent(_SILENCE_S)
         return found
 

@@ -210,6 +210,84 @@ def test_what_strangers_send_changes_nothing_and_gets_no_answer() -> None:
         assert counts["strangers"] >= 190
 
 
+class _Between:
+    """Stands between two ports, for each as the other one; loses what goes by UDP once it is cut."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+        self._ends = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
+        self._listeners = [socket.socket() for _ in range(2)]
+        for end, listener in zip(self._ends, self._listeners, strict=True):
+            end.bind(("127.0.0.1", 0))
+            listener.bind(end.getsockname())
+            listener.listen()
+        self.numbers = [end.getsockname()[1] for end in self._ends]
+        self.num_calls = 0
+
+    def start(self, ports: list[int]) -> None:
+        for at in range(2):
+            for each in (self._forward, self._connect):
+                threading.Thread(target=each, args=(at, ports), daemon=True).start()
+
+    def _forward(self, at: int, ports: list[int]) -> None:
+        while True:
+            packet = self._ends[at].recv(65536)
+            if not self.is_cut:
+                self._ends[1 - at].sendto(packet, ("127.0.0.1", ports[at]))
+
+    def _connect(self, at: int, ports: list[int]) -> None:
+        while True:
+            caller, _ = self._listeners[at].accept()
+            self.num_calls += 1
+            called = socket.create_connection(("127.0.0.1", ports[at]))
+            for one, other in ((caller, called), (called, caller)):
+                threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+
+    @staticmethod
+    def _pump(one: socket.socket, other: socket.socket) -> None:
+        while data := one.recv(65536):
+            other.sendall(data)
+
+
+@needs_datagrams
+@pytest.mark.long
+def test_where_udp_is_cut_packets_go_by_tcp() -> None:
+    """In the midst of exchanges; none of them loses or repeats a value."""
+    assert _MODULE is not None
+    keys, between = [b"a" * 16, b"b" * 16], _Between()
+    ports = []
+    for rank in range(2):
+        out, into = [b""] * 2, [b""] * 2
+        out[1 - rank], into[1 - rank] = keys[rank], keys[1 - rank]
+        out[rank] = into[rank] = b"-" * 16
+        ports.append(_MODULE.Port(rank, 2, 1, "127.0.0.1", 0, 0, out, into, 0.0))
+    for rank, port in enumerate(ports):
+        places = [("127.0.0.1", port.number)] * 2
+        places[1 - rank] = ("127.0.0.1", between.numbers[1 - rank])
+        port.connect(places)
+    between.start([port.number for port in ports])
+    sent, received = torch.randn(2, 300_000), torch.empty(2, 300_000)
+    began = time.monotonic()
+    for step in range(30):
+        between.is_cut = step >= 10
+        received.zero_()
+        for rank, port in enumerate(ports):
+            rooms = [received[rank].data_ptr()] * 2
+            port.begin(step, [sent[rank].data_ptr()] * 2, rooms, sent[rank].nbytes, 1, False)
+        while not all(port.is_done(step) for port in ports):
+            assert time.monotonic() - began < _LIMIT_S, [
+                port.state(1 - r) for r, port in enumerate(ports)
+            ]
+            time.sleep(1e-3)
+        assert [port.take(step) for port in ports] == [(b"", "")] * 2
+        assert torch.equal(received, sent.flip(0))
+    assert [port.tunnelled() for port in ports] == [[1], [0]]
+    assert between.num_calls == 1
+    assert time.monotonic() - began < 12  # once 5 s of silence had passed
+    for port in ports:
+        port.close()
+
+
 @needs_datagrams
 def test_a_port_that_is_not_reached_leaves_all_without_datagrams(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
