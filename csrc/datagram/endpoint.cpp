@@ -464,14 +464,16 @@ Nanos Endpoint::queue_of_all(Nanos now) const {
 
 bool Endpoint::may_send(Nanos now, int peer) const {
   const Link& link = ways_[peer].link;
-  return now >= link.next_at() && link.has_window(all_.bytes_per_s());
+  return !ways_[peer].is_held && now >= link.next_at() && link.has_window(all_.bytes_per_s());
 }
 
 void Endpoint::arrived(Nanos now, int peer, const Flying& packet, Nanos queue) {
-  in_flight_ -= packet.bytes;
+  if (!packet.is_lost) in_flight_ -= packet.bytes;
   const Nanos trip = ways_[peer].link.rate.shortest_trip();
   if (trip > 0) all_.round_trip(now, trip);
-  all_.acknowledged(now, packet.sent_at, packet.bytes, packet.mark_of_all, queue);
+  if (!packet.is_lost) {
+    all_.acknowledged(now, packet.sent_at, packet.bytes, packet.mark_of_all, queue);
+  }
   if (packet.kind != Kind::kData) return;
   const auto found = operations_.find(packet.operation);
   if (found == operations_.end()) return;
@@ -528,7 +530,7 @@ Nanos Endpoint::wake_at(Nanos now) const {
     if (peer == rank_) continue;
     const Way& way = ways_[peer];
     at = std::min({at, way.link.probe_at(), way.link.ack_at()});
-    if (has_to_send(peer) && way.link.has_window(all_.bytes_per_s()))
+    if (!way.is_held && has_to_send(peer) && way.link.has_window(all_.bytes_per_s()))
       at = std::min(at, std::max(way.link.next_at(), next_at_));
   }
   for (const uint64_t number : order_) {

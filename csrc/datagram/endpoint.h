@@ -68,6 +68,8 @@ class Endpoint {
   // `most_bytes_per_s`: what this rank may send in all; 0 for no limit.
   Endpoint(int rank, int num_ranks, uint32_t world, double most_bytes_per_s);
 
+  // Has data for a rank wait, or not any more: its way is full.
+  void hold(int peer, bool waits) { ways_[peer].is_held = waits; }
   // Has values travel in fewer bytes, where `sends`, and reads those of others.
   void set_codec(const PacketCodec& codec, bool sends);
   // Says where rows of an exchange may be written to before it is begun; only `operation`, `rooms`
@@ -152,6 +154,7 @@ class Endpoint {
     uint64_t arrived = 0;
     double mean_share = 1;
     bool waits = false;
+    bool is_held = false;
   };
 
   Operation& prepared(const Exchange& exchange);

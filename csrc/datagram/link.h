@@ -15,7 +15,8 @@ struct Flying {
   uint64_t number;
   Nanos sent_at;
   Kind kind;
-  bool is_gone;  // acknowledged, or given up as lost
+  bool is_gone;  // acknowledged
+  bool is_lost;  // given up: an acknowledgement may come yet, where the way has become longer
   int bytes;     // with its headers
   uint64_t operation;
   uint32_t block;
@@ -41,7 +42,8 @@ class Link {
     const uint64_t number = next_number_++;
     if (kind == Kind::kAck) return number;
     const SendMark mark = rate.sent(now, in_flight_);
-    flying_.push_back({number, now, kind, false, bytes, operation, block, mark, mark_of_all});
+    flying_.push_back(
+        {number, now, kind, false, false, bytes, operation, block, mark, mark_of_all});
     in_flight_ += bytes;
     if (in_flight_ == bytes) heard_or_sent_at_ = waiting_since_ = now;
     next_at_ = rate.after(now, next_at_, bytes);
@@ -81,24 +83,28 @@ class Link {
       if (each.is_gone || !has_come(ack, each.number)) continue;
       if (each.sent_at > newest_arrived_at_) newest_arrived_at_ = each.sent_at;
       if (each.number > highest_arrived_) highest_arrived_ = each.number;
-      rate.acknowledged(now, each.sent_at, each.bytes, each.mark, queue);
-      take_off(each);
+      if (!each.is_lost) {
+        rate.acknowledged(now, each.sent_at, each.bytes, each.mark, queue);
+        in_flight_ -= each.bytes;
+      }
+      each.is_gone = true;
       arrived(each);
     }
-    find_lost(lost);
+    find_lost(now, lost);
     rate.turn(now, in_flight_);
   }
 
   // Gives packets up of which later ones have arrived.
   template <typename Lost>
-  void find_lost(const Lost& lost) {
+  void find_lost(Nanos now, const Lost& lost) {
     const Nanos patience = rate.shortest_trip() / 8;
     for (Flying& each : flying_) {
       if (each.number + kReordered > highest_arrived_) break;
-      if (each.is_gone || each.sent_at + patience > newest_arrived_at_) continue;
+      const bool is_decided = each.is_gone || each.is_lost;
+      if (is_decided || each.sent_at + patience > newest_arrived_at_) continue;
       give_up(each, lost);
     }
-    drop_gone();
+    drop_old(now);
   }
 
   // When nothing is heard for so long, the oldest packet is sent once more, to hear something.
@@ -116,11 +122,11 @@ class Link {
     heard_or_sent_at_ = now;
     int num_given_up = 0;
     for (Flying& each : flying_) {
-      if (each.is_gone) continue;
+      if (each.is_gone || each.is_lost) continue;
       give_up(each, lost);
       if (++num_given_up == kProbePackets) break;
     }
-    drop_gone();
+    drop_old(now);
   }
 
   // Receiving.
@@ -180,7 +186,7 @@ class Link {
   static constexpr int kAckEvery = 8;   // packets
   static constexpr int kProbePackets = 2;
   static constexpr Nanos kAckDelay = kMilli, kScheduler = 5 * kMilli, kFirstTrip = 50 * kMilli,
-                         kMostPatience = kSecond / 4;
+                         kMostPatience = kSecond / 4, kRemembered = 2 * kSecond;
 
   static bool has_come(const Ack& ack, uint64_t number) {
     if (number == ack.highest) return true;
@@ -192,17 +198,16 @@ class Link {
   void give_up(Flying& each, const Lost& lost) {
     ++counts.packets_lost;
     rate.lost(each.bytes);
-    take_off(each);
+    each.is_lost = true;
+    in_flight_ -= each.bytes;
     lost(each);
   }
 
-  void take_off(Flying& each) {
-    each.is_gone = true;
-    in_flight_ -= each.bytes;
-  }
-
-  void drop_gone() {
-    while (!flying_.empty() && flying_.front().is_gone) flying_.pop_front();
+  void drop_old(Nanos now) {
+    const auto is_old = [&](const Flying& each) {
+      return each.is_gone || (each.is_lost && now - each.sent_at > kRemembered);
+    };
+    while (!flying_.empty() && is_old(flying_.front())) flying_.pop_front();
   }
 
   bool bit(uint64_t at) const { return window_[at / 64] >> (at % 64) & 1; }

@@ -5,6 +5,7 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <netinet/udp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -59,6 +60,12 @@ int grow(int socket, int option, int forced) {
   socklen_t size = sizeof got;
   (void)getsockopt(socket, SOL_SOCKET, option, &got, &size);
   return got / 2;  // the kernel counts its own bookkeeping
+}
+
+// Has a connection send at once: an acknowledgement waits for nothing.
+void hurry(int socket) {
+  const int on = 1;
+  (void)setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
 }  // namespace
@@ -255,8 +262,10 @@ void Port::run() {
       serve_tunnels(at);
       endpoint_.turn(now());
       is_full = !send();
-      for (auto& tunnel : tunnels_) {
+      for (size_t peer = 0; peer < tunnels_.size(); ++peer) {
+        auto& tunnel = tunnels_[peer];
         if (tunnel && !tunnel->flush()) tunnel.reset();
+        endpoint_.hold(static_cast<int>(peer), tunnel && tunnel->is_full());
       }
       until = endpoint_.wake_at(now());
       last = now();
@@ -302,6 +311,7 @@ void Port::open_tunnel(int peer) {
   const int end = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (end < 0) return;
   auto tunnel = std::make_unique<Tunnel>(end);
+  hurry(end);
   sockaddr_in place{};
   place.sin_family = AF_INET;
   place.sin_addr.s_addr = addresses_[static_cast<size_t>(peer)].first;
@@ -319,6 +329,7 @@ void Port::accept_tunnels(Nanos at) {
         accept4(listener_, reinterpret_cast<sockaddr*>(&from), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (end < 0) return;
     auto tunnel = std::make_unique<Tunnel>(end);
+    hurry(end);
     const uint32_t address = from.sin_addr.s_addr;
     const bool is_ranks = std::any_of(addresses_.begin(), addresses_.end(),
                                       [&](const auto& each) { return each.first == address; });
@@ -461,6 +472,7 @@ bool Port::send() {
         }
         if (const auto& tunnel = tunnels_[static_cast<size_t>(out.peer)]) {
           tunnel->send(packet.data(), kHeaderBytes + out.num_bytes + kTagBytes);
+          endpoint_.hold(out.peer, tunnel->is_full());
           continue;
         }
         batch.lengths[batch.num_packets] = kHeaderBytes + out.num_bytes + kTagBytes;

@@ -24,8 +24,9 @@ class Tunnel {
 
   int socket() const { return socket_; }
   bool has_to_send() const { return begin_ < out_.size(); }
+  // Whether packets had better wait. One that does not is lost, as on any way.
+  bool is_full() const { return out_.size() - begin_ > kMostQueued / 2; }
 
-  // A packet for which there is no room is lost, as on any way.
   void send(const unsigned char* packet, int num_bytes) {
     if (out_.size() - begin_ > kMostQueued) return;
     if (begin_ > kMostQueued) {

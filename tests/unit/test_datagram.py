@@ -211,7 +211,7 @@ def test_what_strangers_send_changes_nothing_and_gets_no_answer() -> None:
 
 
 class _Between:
-    """Stands between two ports, for each as the other one; loses what goes by UDP once it is cut."""
+    """Stands between two ports, for each as the other one; loses UDP packets once it is cut."""
 
     def __init__(self) -> None:
         self.is_cut = False
@@ -275,8 +275,8 @@ def test_where_udp_is_cut_packets_go_by_tcp() -> None:
             rooms = [received[rank].data_ptr()] * 2
             port.begin(step, [sent[rank].data_ptr()] * 2, rooms, sent[rank].nbytes, 1, False)
         while not all(port.is_done(step) for port in ports):
-            assert time.monotonic() - began < _LIMIT_S, [
-                port.state(1 - r) for r, port in enumerate(ports)
+            assert time.monotonic() - began < _LIMIT_S, [step] + [
+                str(port.state(1 - r)) + str(port.tunnelled()) for r, port in enumerate(ports)
             ]
             time.sleep(1e-3)
         assert [port.take(step) for port in ports] == [(b"", "")] * 2
