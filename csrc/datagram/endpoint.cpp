@@ -204,8 +204,6 @@ Outcome Endpoint::take(uint64_t number) {
 
 std::vector<uint64_t> Endpoint::take_released() { return std::exchange(released_, {}); }
 
-void Endpoint::say_hello(int peer) { ways_[peer].controls.push_back({Kind::kHello, 0, 0}); }
-
 void Endpoint::forget_if_over(uint64_t number) {
   const auto found = operations_.find(number);
   if (found == operations_.end()) return;
@@ -258,12 +256,12 @@ bool Endpoint::received(Nanos now, int peer, const Header& header, const unsigne
   }
   const bool is_known_kind = header.kind == Kind::kData || header.kind == Kind::kStart ||
                              header.kind == Kind::kEnd || header.kind == Kind::kClose ||
-                             header.kind == Kind::kHello;
+                             header.kind == Kind::kPing;
   if (!is_known_kind) {
     ++way.link.counts.packets_refused;
     return false;
   }
-  if (header.kind != Kind::kHello && !finished_.count(header.operation)) {
+  if (header.kind != Kind::kPing && !finished_.count(header.operation)) {
     const auto found = operations_.find(header.operation);
     const bool is_early = found == operations_.end();
     if (is_early) {
@@ -498,6 +496,7 @@ void Endpoint::lost(int peer, const Flying& packet) {
     out.lost.push_back(packet.block);
     return;
   }
+  if (packet.kind == Kind::kPing) return;
   // A start or an end is of no use once the row is over; a close always is, to its receiver.
   const bool is_of_row = packet.kind == Kind::kStart || packet.kind == Kind::kEnd;
   if (is_of_row && (found == operations_.end() || found->second->out[peer].is_over())) return;
@@ -529,7 +528,7 @@ Nanos Endpoint::wake_at(Nanos now) const {
   for (int peer = 0; peer < num_ranks_; ++peer) {
     if (peer == rank_) continue;
     const Way& way = ways_[peer];
-    at = std::min({at, way.link.probe_at(), way.link.ack_at()});
+    at = std::min({at, way.link.probe_at(), way.link.ack_at(), way.link.ping_at()});
     if (!way.is_held && has_to_send(peer) && way.link.has_window(all_.bytes_per_s()))
       at = std::min(at, std::max(way.link.next_at(), next_at_));
   }
@@ -631,7 +630,9 @@ bool Endpoint::next_of(Nanos now, int peer, Outbound* out) {
     }
   }
   way.link.rate.has_nothing(way.link.in_flight());
-  return false;
+  if (now < way.link.ping_at()) return false;
+  fill(now, peer, Kind::kPing, 0, 0, nullptr, 0, 0, out);
+  return true;
 }
 
 // The next block of a row to send: critical ones first, those that were lost last.

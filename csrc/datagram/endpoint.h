@@ -81,7 +81,6 @@ class Endpoint {
   Outcome take(uint64_t operation);
   // Exchanges whose memory is not used any more, each told once.
   std::vector<uint64_t> take_released();
-  void say_hello(int peer);
 
   // A packet from a rank, opened; false where it is none that is accepted.
   bool received(Nanos now, int peer, const Header& header, const unsigned char* payload,

@@ -41,6 +41,8 @@ class Link {
     ++counts.packets_sent;
     const uint64_t number = next_number_++;
     if (kind == Kind::kAck) return number;
+    num_pings_ = kind == Kind::kPing ? num_pings_ + 1 : 0;
+    last_sent_at_ = now;
     const SendMark mark = rate.sent(now, in_flight_);
     flying_.push_back(
         {number, now, kind, false, false, bytes, operation, block, mark, mark_of_all});
@@ -99,12 +101,19 @@ class Link {
   void find_lost(Nanos now, const Lost& lost) {
     const Nanos patience = rate.shortest_trip() / 8;
     for (Flying& each : flying_) {
-      if (each.number + kReordered > highest_arrived_) break;
+      if (each.number >= highest_arrived_) break;
       const bool is_decided = each.is_gone || each.is_lost;
       if (is_decided || each.sent_at + patience > newest_arrived_at_) continue;
       give_up(each, lost);
     }
     drop_old(now);
+  }
+
+  // When a ping is due: later than the last packets by what makes them lost, where nothing else is
+  // sent. Without it their loss would be known by silence alone, after longer.
+  Nanos ping_at() const {
+    if (in_flight_ == 0 || num_pings_ >= kPings) return kNever;
+    return last_sent_at_ + rate.shortest_trip() / 8 + kMilli;
   }
 
   // When nothing is heard for so long, the oldest packet is sent once more, to hear something.
@@ -182,9 +191,8 @@ class Link {
 
  private:
   static constexpr int kWindow = 1024;  // packets that may come after later ones
-  static constexpr int kReordered = 3;  // of RFC 9002: later ones that have arrived
   static constexpr int kAckEvery = 8;   // packets
-  static constexpr int kProbePackets = 2;
+  static constexpr int kProbePackets = 2, kPings = 2;
   static constexpr Nanos kAckDelay = kMilli, kScheduler = 5 * kMilli, kFirstTrip = 50 * kMilli,
                          kMostPatience = kSecond / 4, kRemembered = 2 * kSecond;
 
@@ -233,6 +241,8 @@ class Link {
   uint32_t first_way_us_ = 0;
   Nanos newest_arrived_at_ = 0;  // when the newest packet that has arrived had been sent
   uint64_t highest_arrived_ = 0;
+  int num_pings_ = 0;  // since the last other packet
+  Nanos last_sent_at_ = 0;
   Nanos heard_or_sent_at_ = 0, waiting_since_ = 0;
   int num_probes_ = 0;
 

@@ -17,7 +17,7 @@ enum class Kind : uint8_t {
   kStart = 3,  // the sender has begun an operation: how many bytes its row has
   kEnd = 4,    // every block has been sent once
   kClose = 5,  // the owner waits for no more of a row
-  kHello = 6,  // nothing: is there a way?
+  kPing = 6,   // nothing: its acknowledgement tells which packets before it are lost
 };
 
 // Values in this machine's byte order, as the values of gradients are.
