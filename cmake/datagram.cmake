@@ -10,3 +10,6 @@ add_library(loft_datagram OBJECT csrc/datagram/endpoint.cpp csrc/datagram/port.c
 target_link_libraries(loft_datagram PUBLIC loft_options OpenSSL::Crypto Threads::Threads)
 pybind11_add_module(_loft_datagram MODULE csrc/datagram/bind_datagram.cpp)
 target_link_libraries(_loft_datagram PRIVATE loft_datagram loft_options)
+# As those of checks.cmake.
+add_executable(check_datagram EXCLUDE_FROM_ALL csrc/checks/check_datagram.cpp)
+target_link_libraries(check_datagram PRIVATE loft_datagram loft_options)

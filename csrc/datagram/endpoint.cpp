@@ -22,6 +22,7 @@ constexpr Nanos kTurn = 200 * kMicro;
 constexpr double kTurnBytes = 32 * kPacketBytes;
 constexpr uint32_t kSmallBlocks = 4;
 constexpr Nanos kShortLink = 5 * kMilli, kShortSlack = 30 * kMilli, kLongSlack = 100 * kMilli;
+constexpr uint64_t kTellingBytes = 8 * kBlockBytes;  // fewer say what was sent, not what can be
 constexpr double kNewest = 0.1;  // what one row counts for in the mean share of a link's rows
 
 }  // namespace
@@ -316,7 +317,7 @@ void Endpoint::measure_arrival(Nanos now, Way& way, int num_bytes) {
   way.arrived += static_cast<uint64_t>(num_bytes);
   if (now - way.arrival_began_at < span) return;
   const double rate = static_cast<double>(way.arrived) * kSecond / (now - way.arrival_began_at);
-  way.best_arrival = std::max(way.best_arrival, rate);
+  if (way.arrived >= kTellingBytes) way.best_arrival = std::max(way.best_arrival, rate);
   way.arrival_began_at = now;
   way.arrived = 0;
 }
@@ -485,8 +486,8 @@ void Endpoint::arrived(Nanos now, int peer, const Flying& packet, Nanos queue) {
 
 void Endpoint::lost(int peer, const Flying& packet) {
   in_flight_ -= packet.bytes;
-  all_.lost(packet.bytes);
   Way& way = ways_[peer];
+  if (!way.link.was_cut(packet)) all_.lost(packet.bytes);
   const auto found = operations_.find(packet.operation);
   if (packet.kind == Kind::kData) {
     if (found == operations_.end()) return;

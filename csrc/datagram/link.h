@@ -47,20 +47,25 @@ class Link {
     flying_.push_back(
         {number, now, kind, false, false, bytes, operation, block, mark, mark_of_all});
     in_flight_ += bytes;
+    if (num_probing_ > 0) --num_probing_;
     if (in_flight_ == bytes) heard_or_sent_at_ = waiting_since_ = now;
     next_at_ = rate.after(now, next_at_, bytes);
     return number;
   }
 
   bool has_window(double all_bytes_per_s) const {
-    return in_flight_ < rate.window(all_bytes_per_s);
+    // What is under way may all be lost, and the window have shrunk: probes go nevertheless.
+    return num_probing_ > 0 || in_flight_ < rate.window(all_bytes_per_s);
   }
   Nanos next_at() const { return next_at_; }
+  // Whether a packet was sent before the end of a time in which nothing came through.
+  bool was_cut(const Flying& packet) const { return packet.sent_at <= cut_at_; }
   int64_t in_flight() const { return in_flight_; }
 
   // Takes how long what an acknowledgement is for was on its way.
   void time(Nanos now, const Ack& ack) {
     for (const Flying& each : flying_) {
+      if (each.number > ack.highest) break;
       if (each.number != ack.highest || each.is_gone) continue;
       const Nanos held = static_cast<Nanos>(ack.held_us) * kMicro, trip = now - each.sent_at;
       rate.round_trip(now, held > 0 && held < trip ? trip - held : trip);
@@ -127,7 +132,11 @@ class Link {
 
   template <typename Lost>
   void probe(Nanos now, const Lost& lost) {
-    ++num_probes_;
+    // The first one tells a cut from a burst of which the last packets found a queue full.
+    if (++num_probes_ > 1) {
+      cut_at_ = now;
+      rate.cut(now);
+    }
     heard_or_sent_at_ = now;
     int num_given_up = 0;
     for (Flying& each : flying_) {
@@ -135,6 +144,7 @@ class Link {
       give_up(each, lost);
       if (++num_given_up == kProbePackets) break;
     }
+    num_probing_ = num_given_up;
     drop_old(now);
   }
 
@@ -205,7 +215,7 @@ class Link {
   template <typename Lost>
   void give_up(Flying& each, const Lost& lost) {
     ++counts.packets_lost;
-    rate.lost(each.bytes);
+    if (!was_cut(each)) rate.lost(each.bytes);
     each.is_lost = true;
     in_flight_ -= each.bytes;
     lost(each);
@@ -244,7 +254,9 @@ class Link {
   int num_pings_ = 0;  // since the last other packet
   Nanos last_sent_at_ = 0;
   Nanos heard_or_sent_at_ = 0, waiting_since_ = 0;
-  int num_probes_ = 0;
+  int num_probes_ = 0;   // since something was heard
+  int num_probing_ = 0;  // packets of the last one that may still go
+  Nanos cut_at_ = -1;
 
   uint64_t highest_ = 0, window_[kWindow / 64] = {};
   Nanos newest_at_ = 0, oldest_unacknowledged_at_ = 0;

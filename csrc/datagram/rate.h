@@ -69,11 +69,19 @@ class Rate {
     if (took <= 0 || took < shortest_trip_) return;
     if (phase_ == Phase::kStart && bytes_since < kFewestMeasured * kPacketBytes) return;
     const double rate = static_cast<double>(bytes_since) * kSecond / took;
-    if (rate < bytes_per_s() ? mark.is_app_limited : is_queue(queue) && !best_.empty()) return;
+    const bool tells_less = !mark.is_app_limited && mark.delivered_at > cut_at_;
+    if (rate < bytes_per_s() ? !tells_less : is_queue(queue) && !best_.empty()) return;
     note(now, rate);
   }
 
   void lost(int bytes) { round_lost_ += bytes; }
+
+  // Nothing has been heard for long: the way is cut. What was under way then is lost, and its time
+  // is no measure of how fast the link is.
+  void cut(Nanos now) {
+    cut_at_ = round_began_at_ = now;
+    round_acked_ = round_lost_ = 0;
+  }
 
   // A packet was there and back in `trip`.
   void round_trip(Nanos now, Nanos trip) {
@@ -131,7 +139,12 @@ class Rate {
   Nanos trip_spread() const { return trip_spread_; }
 
   // Bytes a second to send at; 0 for no limit, as nothing is known.
-  double pace() const { return phase_ == Phase::kFree ? 0 : gain() * bytes_per_s(); }
+  double pace() const {
+    if (phase_ == Phase::kFree || best_.empty()) return 0;
+    // A time to send at that lies far away would hold although the rate rises before it.
+    const double least = kLeastPackets * kPacketBytes * kSecond / std::max(smooth_trip_, kLeastIn);
+    return std::max(gain() * bytes_per_s(), least);
+  }
 
   // When the next packet may go after one of so many bytes, which might have gone at `due`. Time
   // that was not used is not made up for, but for a little: timers are late.
@@ -159,6 +172,9 @@ class Rate {
   static constexpr double kLower = 0.8;  // at most in one go: what is measured may be too little
   static constexpr int kFewestPackets = 16, kFewestMeasured = 8, kRounds = 10;
   static constexpr Nanos kLate = kMilli, kShortest = kMilli, kRemembered = kSecond;
+  // BBR's least window of four packets, in a round trip that has a timer's inaccuracy in it.
+  static constexpr double kLeastPackets = 4;
+  static constexpr Nanos kLeastIn = 20 * kMilli;
   static constexpr int kTurns = 8;
   static constexpr double kMore = 1.1;  // of what it was: it is no noise
 
@@ -232,7 +248,7 @@ class Rate {
   Nanos delivered_at_ = 0, first_sent_at_ = 0;
   std::deque<Measured> best_;  // by time, rates falling: the first is the most
   uint64_t round_ = 0, lowered_in_ = 0;
-  Nanos round_began_at_ = 0;
+  Nanos round_began_at_ = 0, cut_at_ = -1;
   int64_t round_acked_ = 0, round_lost_ = 0;  // bytes
   Nanos round_queue_ = INT64_MAX;             // the least of this round
   int num_full_ = 0, num_empty_ = 0;          // rounds with a queue all the time, and without
