@@ -529,9 +529,10 @@ Nanos Endpoint::wake_at(Nanos now) const {
   for (int peer = 0; peer < num_ranks_; ++peer) {
     if (peer == rank_) continue;
     const Way& way = ways_[peer];
-    at = std::min({at, way.link.probe_at(), way.link.ack_at(), way.link.ping_at()});
-    if (!way.is_held && has_to_send(peer) && way.link.has_window(all_.bytes_per_s()))
-      at = std::min(at, std::max(way.link.next_at(), next_at_));
+    at = std::min({at, way.link.probe_at(), way.link.ack_at()});
+    if (way.is_held || !way.link.has_window(all_.bytes_per_s())) continue;
+    const Nanos due = has_to_send(peer) ? 0 : way.link.ping_at();
+    if (due != Link::kNever) at = std::min(at, std::max({due, way.link.next_at(), next_at_}));
   }
   for (const uint64_t number : order_) {
     const Operation& operation = *operations_.at(number);

@@ -2,6 +2,7 @@
 // arrived, and which are lost.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 
@@ -85,8 +86,9 @@ class Link {
                     const Lost& lost) {
     heard_or_sent_at_ = waiting_since_ = now;
     num_probes_ = 0;
-    for (Flying& each : flying_) {
-      if (each.number > ack.highest) break;
+    const uint64_t first = ack.highest > kAckedPackets ? ack.highest - kAckedPackets : 0;
+    for (auto at = from(first); at != flying_.end() && at->number <= ack.highest; ++at) {
+      Flying& each = *at;
       if (each.is_gone || !has_come(ack, each.number)) continue;
       if (each.sent_at > newest_arrived_at_) newest_arrived_at_ = each.sent_at;
       if (each.number > highest_arrived_) highest_arrived_ = each.number;
@@ -105,11 +107,9 @@ class Link {
   template <typename Lost>
   void find_lost(Nanos now, const Lost& lost) {
     const Nanos patience = rate.shortest_trip() / 8;
-    for (Flying& each : flying_) {
-      if (each.number >= highest_arrived_) break;
-      const bool is_decided = each.is_gone || each.is_lost;
-      if (is_decided || each.sent_at + patience > newest_arrived_at_) continue;
-      give_up(each, lost);
+    for (auto at = undecided(); at != flying_.end() && at->number < highest_arrived_; ++at) {
+      if (at->sent_at + patience > newest_arrived_at_) break;  // nor were later ones sent earlier
+      if (!at->is_gone && !at->is_lost) give_up(*at, lost);
     }
     drop_old(now);
   }
@@ -139,10 +139,10 @@ class Link {
     }
     heard_or_sent_at_ = now;
     int num_given_up = 0;
-    for (Flying& each : flying_) {
-      if (each.is_gone || each.is_lost) continue;
-      give_up(each, lost);
-      if (++num_given_up == kProbePackets) break;
+    for (auto at = undecided(); at != flying_.end() && num_given_up < kProbePackets; ++at) {
+      if (at->is_gone || at->is_lost) continue;
+      give_up(*at, lost);
+      ++num_given_up;
     }
     num_probing_ = num_given_up;
     drop_old(now);
@@ -205,6 +205,7 @@ class Link {
   static constexpr int kProbePackets = 2, kPings = 2;
   static constexpr Nanos kAckDelay = kMilli, kScheduler = 5 * kMilli, kFirstTrip = 50 * kMilli,
                          kMostPatience = kSecond / 4, kRemembered = 2 * kSecond;
+  static constexpr uint64_t kMostRemembered = 16384;  // packets
 
   static bool has_come(const Ack& ack, uint64_t number) {
     if (number == ack.highest) return true;
@@ -221,9 +222,26 @@ class Link {
     lost(each);
   }
 
+  // The first packet of this number or a later one.
+  std::deque<Flying>::iterator from(uint64_t number) {
+    return std::lower_bound(
+        flying_.begin(), flying_.end(), number,
+        [](const Flying& each, uint64_t wanted) { return each.number < wanted; });
+  }
+
+  // The first one that is neither acknowledged nor given up, or one before it.
+  std::deque<Flying>::iterator undecided() {
+    auto at = from(undecided_);
+    while (at != flying_.end() && (at->is_gone || at->is_lost)) ++at;
+    undecided_ = at == flying_.end() ? next_number_ : at->number;
+    return at;
+  }
+
   void drop_old(Nanos now) {
     const auto is_old = [&](const Flying& each) {
-      return each.is_gone || (each.is_lost && now - each.sent_at > kRemembered);
+      if (each.is_gone) return true;
+      const bool is_far = each.number + kMostRemembered < highest_arrived_;
+      return each.is_lost && (is_far || now - each.sent_at > kRemembered);
     };
     while (!flying_.empty() && is_old(flying_.front())) flying_.pop_front();
   }
@@ -251,7 +269,8 @@ class Link {
   uint32_t first_way_us_ = 0;
   Nanos newest_arrived_at_ = 0;  // when the newest packet that has arrived had been sent
   uint64_t highest_arrived_ = 0;
-  int num_pings_ = 0;  // since the last other packet
+  uint64_t undecided_ = 0;  // the number of the first packet that may be
+  int num_pings_ = 0;       // since the last other packet
   Nanos last_sent_at_ = 0;
   Nanos heard_or_sent_at_ = 0, waiting_since_ = 0;
   int num_probes_ = 0;   // since something was heard
