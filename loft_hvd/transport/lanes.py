@@ -218,11 +218,16 @@ def _opened(kind: _Kind, channel: Channel, needs: Needs) -> Any:
     kept = _worlds().setdefault(can.world, fresh)
     if kept is fresh:
         can.at_end(functools.partial(_close, can.world))
-    key = (kind.name, needs.device, needs.gather if kind.name == "datagram" else None)
+    key = _key(kind.name, needs)
     with kept.lock:
         if key not in kept.by_kind:
             kept.by_kind[key] = kind.opens(channel, needs)
         return kept.by_kind[key]
+
+
+def _key(name: str, needs: Needs) -> Hashable:
+    """Return by which a world keeps what a lane needs."""
+    return (name, needs.device, needs.gather) if name == "datagram" else (name, needs.device)
 
 
 def _close(world: Hashable) -> None:
