@@ -141,7 +141,43 @@ def choose_lane(channel: Channel, needs: Needs) -> Lane:
     is_named = wanted not in ("auto", "engine") and not needs.is_named  # any order: as documented
     if is_named and type(lane) is Lane and channel.rank == 0 and channel.world_size > 1:
         _warn_once(wanted, device)
+    if reason := _why_no_datagrams(channel, needs, lane):
+        _tell_of_gather(reason)
     return lane
+
+
+def _why_no_datagrams(channel: Channel, needs: Needs, lane: Lane) -> str:
+    """Say on rank 0 why rows do not travel by datagrams, where that was asked for.
+
+    Returns "" where they do, or where nothing is to be told.
+    """
+    if needs.gather is None or channel.rank != 0 or channel.world_size == 1:
+        return ""
+    # Where rows are read in place nothing is lost; why ports were not opened is told there.
+    if isinstance(lane, DatagramLane) or lane.lends:
+        return ""
+    if channel.transport.can.world is None:
+        if config().is_elastic:
+            return "the ranks of an elastic job change"
+        return "these ranks are a process set, or their transport opens no ports"
+    if torch.device(needs.device).type != "cpu":
+        return f"values on {needs.device} do not travel by datagrams"
+    if config().lane not in ("auto", "datagram"):
+        return f"LOFT_HVD_LANE={config().lane} names another lane"
+    if config().mesh == "off":
+        return "LOFT_HVD_MESH=off"
+    kept = _worlds().get(channel.transport.can.world)
+    was_tried = kept is not None and _key("datagram", needs) in kept.by_kind
+    return "" if was_tried else "some ranks have values on a GPU"
+
+
+@functools.cache
+def _tell_of_gather(reason: str) -> None:
+    _logger.warning(
+        "gather=LossTolerant(): %s; rows take the way that they take without it, and all of them "
+        "arrive",
+        reason,
+    )
 
 
 @functools.cache
