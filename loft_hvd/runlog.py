@@ -25,6 +25,9 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 * ``same_data``: ``groups`` of ranks that read the same data, as in ``SameData``;
 * ``not_finite``: ``found``, who sent NaN into a mean, as in ``NotFinite``;
 * ``scope``: ``scope``, by which values rules judge rows from the next step on;
+* ``links``: ``since`` and ``seconds``, as of ``times``; ``rank``, 0, and ``links`` between it and
+  each other rank, what they have lost in that time as in ``LinkLosses``; ``num_links``: of more
+  than ``MOST_ROWS`` those that lost most;
 * ``suspicion``: ``num_steps`` and ``workers``, what is known of each as in ``WorkerReport``, of
   more than ``MOST_ROWS`` the most suspicious;
 * ``scalars``: ``values`` by name that a script has given, such as its loss;
@@ -36,10 +39,10 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 
 A number that is not finite is null.
 
-``times``, ``fit``, ``explain``, ``suspicion`` and ``scalars`` are passing: the newest say most.
-When the file has reached its limit, half of the lines of each passing kind are taken out, the older
-the more, so that the whole run stays in sight. Lines of the other kinds are never taken out. While
-the disk is full they wait in memory, and passing ones are left out.
+``times``, ``fit``, ``explain``, ``links``, ``suspicion`` and ``scalars`` are passing: the newest
+say most. When the file has reached its limit, half of the lines of each passing kind are taken out,
+the older the more, so that the whole run stays in sight. Lines of the other kinds are never taken
+out. While the disk is full they wait in memory, and passing ones are left out.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ MOST_ROWS = 32  # ranks or workers in a line: a line of 1,000 has 400 kB, one of
 # 0.08 s of one core, once in some 16 hours of 8 ranks.
 _MAX_BYTES = 16 * 1024 * 1024
 _MOST_READ = 8 * _MAX_BYTES  # of a file from anywhere: what must stay is not in the bound
-_PASSING = ("times", "fit", "explain", "suspicion", "scalars")
+_PASSING = ("times", "fit", "explain", "links", "suspicion", "scalars")
 _PASSING_HEAD = re.compile(
     rb'{"kind": "(' + "|".join(_PASSING).encode() + rb')", "time_s": [^,]+, "step": (\d+)'
 )

@@ -54,6 +54,7 @@ from loft_hvd.runlog import MOST_ROWS, RunLog
 from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
 from loft_hvd.transport.agreement import check_agreement, odd_ones
 from loft_hvd.transport.base import Channel, Work, wait_for
+from loft_hvd.transport.lanes import datagram_ports
 
 __all__ = ["LivePlan", "Schedule", "TimesExchange", "check_same_run"]
 
@@ -682,7 +683,13 @@ class LivePlan:
             if self._transport.rank == 0:
                 head = self._controller.explain(verbose=verbose)
         due = f"ranks exchange times next at step {self._say_due()}"
-        return f"{describe(self.times)}\n{head}\n{due}"
+        return "\n".join([describe(self.times), head, *self._say_links(), due])
+
+    def _say_links(self) -> list[str]:
+        """Say which of this rank's links lose much, where rows travel by datagrams."""
+        rank = self._transport.rank
+        links = (link for port in datagram_ports(self._transport) for link in port.links())
+        return [news for link in links for news in link.news(rank)]
 
     def _say_due(self) -> str:
         """Say at which step times are exchanged next, counted in batches as plans count."""

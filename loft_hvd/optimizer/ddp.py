@@ -52,6 +52,7 @@ from loft_hvd.optimizer.scalers import ScaleCheck, tell_of_unscaling
 from loft_hvd.pipeline.buckets import Bucket, Slot
 from loft_hvd.pipeline.engine import Engine
 from loft_hvd.pipeline.gradients import copy_scaled
+from loft_hvd.pipeline.link_log import LinkLog
 from loft_hvd.pipeline.momentum import Blend, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.passes import Passes, StepSource
 from loft_hvd.pipeline.ring import Owners, flat_exchange
@@ -232,6 +233,9 @@ class DDPHook(NeverCopied):
         self._watching = watching
         self._momentum = momentum
         self._gather = gather
+        self._links = None
+        if gather is not None:
+            self._links = LinkLog(channel.transport, gather, batches.log)
         self._passes = Passes(
             batches if isinstance(batches, StepSource) else None,
             channel,
@@ -491,6 +495,8 @@ class DDPHook(NeverCopied):
         # Before the step ends: a plan may be made at its end.
         self._batches.hold(self._judgement.watch.absent_ranks)
         self._batches.step_ended()
+        if self._links is not None:
+            self._links.step_ended()
 
 
 def _look_for_model(hook: DDPHook) -> Callable[[], object]:

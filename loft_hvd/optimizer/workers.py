@@ -20,6 +20,7 @@ from loft_hvd.optimizer.parameters import ReducedParameters, check_none_thawed
 from loft_hvd.optimizer.replicas import ReplicaCheck
 from loft_hvd.pipeline.gradients import OutgoingHooks, ReducerSettings
 from loft_hvd.pipeline.levels import exchange_maker
+from loft_hvd.pipeline.link_log import LinkLog
 from loft_hvd.pipeline.momentum import WorkerMomentum
 from loft_hvd.pipeline.reducer import GradientReducer
 from loft_hvd.pipeline.suspicion.judgement import Judgement
@@ -135,6 +136,8 @@ class OptimizerWorld:
         self._batches = options.batches(before, rank=self.rank, world_size=self.world_size)
         self._number = self._batches.num_worlds
         self.log = self._batches.log
+        gather = options.settings.gather
+        self._links = None if gather is None else LinkLog(transport, gather, self.log)
         # Two optimizers over models of one kind have the same names for their parameters. In an
         # elastic job ranks of the first world are not there together.
         self._own = ""
@@ -300,6 +303,8 @@ class OptimizerWorld:
         # Before the step ends: a plan may be made at its end.
         self._batches.hold(self._judgement.watch.absent_ranks)
         self._batches.step_ended()
+        if self._links is not None:
+            self._links.step_ended()
 
     def report(self) -> SuspicionReport:
         return self._judgement.report()

@@ -16,8 +16,10 @@ from loft_hvd.balance.interval import RankTimes
 from loft_hvd.codec import Count, Within, decode
 from loft_hvd.errors import ArgumentError, DataError
 from loft_hvd.pipeline.suspicion.report import NotFinite, SameData, WorkerReport
+from loft_hvd.transport.datagram import LinkLosses
 
-__all__ = ["DecisionLine", "Explain", "Fault", "FitOfRank", "Fits", "Line", "PassCounts", "Plans"]
+__all__ = ["DecisionLine", "Explain", "Fault", "FitOfRank", "Fits", "Line", "LinksLine"]
+__all__ += ["PassCounts", "Plans"]
 __all__ += ["Rules", "Run", "Scalars", "ScheduleLine", "SpreadLine", "Store", "StoreReads"]
 __all__ += ["SuspicionLine", "Thinned", "Times"]
 __all__ += ["newest_of", "of_kind", "read_line", "read_lines"]
@@ -193,6 +195,24 @@ class SuspicionLine(Line):
 
 
 @dataclass(frozen=True)
+class LinksLine(Line):
+    """What links between a rank and others have lost, since the line before."""
+
+    rank: Count
+    links: list[LinkLosses]
+    since: Count | None = None  # the step of the line before
+    seconds: float = math.nan
+    num_links: Count | None = None  # of which those in ``links`` lost most
+
+    @property
+    def filled_share(self) -> float:
+        """Of the values that came to the rank, as the owner of a shard."""
+        return sum(each.blocks_filled for each in self.links) / max(
+            1, sum(each.blocks for each in self.links)
+        )
+
+
+@dataclass(frozen=True)
 class Fault(Line):
     """An error that the run has met, and most often ended by."""
 
@@ -211,8 +231,8 @@ class Thinned(Line):
 
     def __str__(self) -> str:
         return (
-            f"{self.num_lines} older lines of times, fits, suspicion and scalars were left out, to "
-            "keep the log small or because the disk was full"
+            f"{self.num_lines} older lines of times, fits, links, suspicion and scalars were left "
+            "out, to keep the log small or because the disk was full"
         )
 
 
@@ -230,6 +250,7 @@ _KINDS: dict[str, type[Line]] = {
     "same_data": SameDataLine,
     "not_finite": NotFiniteLine,
     "spread": SpreadLine,
+    "links": LinksLine,
     "suspicion": SuspicionLine,
     "fault": Fault,
     "thinned": Thinned,

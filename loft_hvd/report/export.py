@@ -14,6 +14,7 @@ from loft_hvd.report.entries import (
     Fault,
     Fits,
     Line,
+    LinksLine,
     Plans,
     Scalars,
     Store,
@@ -53,6 +54,11 @@ def _named(line: Line) -> Iterator[tuple[str, float]]:
         for reads in line.ranks:
             for source in _SOURCES:
                 yield f"loft/rank {reads.rank}/from_{source}", float(getattr(reads, source))
+    elif isinstance(line, LinksLine):
+        yield "loft/filled_in", line.filled_share
+        for link in line.links:
+            yield f"loft/link {link.peer}/lost", link.lost_share
+            yield f"loft/link {link.peer}/filled_in", link.filled_share
     elif isinstance(line, Scalars):
         yield from line.values.items()
 
@@ -165,6 +171,13 @@ def prometheus_text(lines: Sequence[Line]) -> str:
         who = {"ranks": " ".join(map(str, worker.ranks))}
         metrics.add("loft_worker_suspicion", "0 as the others to 1.", worker.suspicion, who)
         metrics.add("loft_worker_stands_out", "1 where it is warned of.", worker.is_named, who)
+    links = newest_of(LinksLine, world)
+    for link in [] if links is None else links.links:
+        peer = {"peer": str(link.peer)}
+        metrics.add("loft_link_lost", "Share of rank 0's packets.", link.lost_share, peer)
+        help_text = "Share of a peer's values that were filled in."
+        metrics.add("loft_link_filled_in", help_text, link.filled_share, peer)
+        metrics.add("loft_link_waits", "1 where whole rows are waited for.", link.waits, peer)
     store = newest_of(Store, world)
     for reads in [] if store is None else store.ranks:
         for source in _SOURCES:

@@ -15,6 +15,7 @@ from loft_hvd.report.entries import (
     Fault,
     Fits,
     Line,
+    LinksLine,
     PassCounts,
     Plans,
     Rules,
@@ -33,7 +34,7 @@ from loft_hvd.report.entries import (
 )
 from loft_hvd.report.screen import PARTS, throughput
 from loft_hvd.report.svg import MOST_LINES, STYLE, Point, bars, lines
-from loft_hvd.report.text import say, spread_line
+from loft_hvd.report.text import LINK_COLUMNS, link_cells, links_line, say, spread_line
 from loft_hvd.report.verdict import judge, newest_world, rules_of, step_s, when_measured
 
 __all__ = ["render_page"]
@@ -103,6 +104,7 @@ def _sections(read: Sequence[Line], title: str) -> Iterator[str]:
     yield from own
     waits = _by_rank("Waits for other ranks", times, later, _BY_VALUE, of=lambda each: each.wait_s)
     yield from waits
+    yield from _links(of_kind(LinksLine, world))
     yield from _workers(world)
     yield from _store(of_kind(Store, world))
     for spread in of_kind(SpreadLine, world)[-1:]:
@@ -356,6 +358,32 @@ def _table(
         for place, row in enumerate(rows)
     )
     return f"<table><tr>{cells}</tr>{body}</table>"
+
+
+def _links(entries: Sequence[LinksLine]) -> Iterator[str]:
+    if not entries:
+        return
+    newest = entries[-1]
+    yield "<h2>Links</h2>"
+    lost = [
+        (float(line.step), 100.0 * max((each.lost_share for each in line.links), default=0.0))
+        for line in entries
+    ]
+    filled = [(float(line.step), 100.0 * line.filled_share) for line in entries]
+    names = "packets that the worst link loses", "values that are filled in"
+    yield lines([*zip(names, (lost, filled), strict=True)], label="%")
+    said = links_line(newest, entries)
+    yield f"<p>{escape(said[0].upper() + said[1:])}</p>"
+    rows = [
+        (
+            f"{each.peer}, {each.address}",
+            *link_cells(each),
+            "waits for whole rows" if each.waits else "",
+        )
+        for each in newest.links
+    ]
+    named = {place for place, each in enumerate(newest.links) if each.news(newest.rank)}
+    yield _table(("peer", *LINK_COLUMNS, ""), rows, named=named)
 
 
 def _workers(world: Sequence[Line]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from loft_hvd.report.entries import (
     Explain,
     Fault,
     Line,
+    LinksLine,
     PassCounts,
     Plans,
     Run,
@@ -29,8 +31,9 @@ from loft_hvd.report.verdict import (
     when_measured,
     worlds,
 )
+from loft_hvd.transport.datagram import LinkLosses
 
-__all__ = ["render_text"]
+__all__ = ["LINK_COLUMNS", "link_cells", "links_line", "render_text"]
 
 
 def render_text(entries: Sequence[dict[str, Any]]) -> str:
@@ -71,6 +74,10 @@ def _newest(lines: Sequence[Line]) -> Iterator[str]:
         yield describe(times.ranks)
     else:
         yield f"no times: {when_measured(world)}"
+    links = last.get(LinksLine)
+    if isinstance(links, LinksLine):
+        yield links_line(links, of_kind(LinksLine, world))
+        yield from _link_rows(links)
     for line in (last.get(kind) for kind in (Explain, SpreadLine, SuspicionLine)):
         if isinstance(line, Explain):
             yield line.text
@@ -78,6 +85,45 @@ def _newest(lines: Sequence[Line]) -> Iterator[str]:
             yield spread_line(line)
         elif isinstance(line, SuspicionLine):
             yield f"workers {SuspicionReport(line.num_steps, tuple(in_steps_of_log(line)))}"
+
+
+def links_line(newest: LinksLine, all_lines: Sequence[LinksLine]) -> str:
+    """Say how much of what rank 0 has aggregated was filled in, and of what the table is."""
+    blocks, filled = (
+        sum(getattr(link, name) for line in all_lines for link in line.links)
+        for name in ("blocks", "blocks_filled")
+    )
+    few = newest.num_links not in (None, len(newest.links))
+    which = f", the {len(newest.links)} of {newest.num_links} that lost most" if few else ""
+    lasted = f", {newest.seconds:.0f} s" if math.isfinite(newest.seconds) else ""
+    return (
+        f"of the values that came to rank {newest.rank} by datagrams {filled / max(1, blocks):.2%} "
+        f"were filled in from other rows; its links up to step {newest.step}{lasted}{which}:"
+    )
+
+
+LINK_COLUMNS = ("round trip ms", "Mb/s", "packets", "lost", "sent again", "filled in", "rows early")
+"""Of a table of links."""
+
+
+def link_cells(link: LinkLosses) -> tuple[str, ...]:
+    """Return what a table of links has of one, under ``LINK_COLUMNS``."""
+    return (
+        f"{1e3 * link.round_trip_s:.1f}",
+        f"{8e-6 * link.bytes_per_s:.0f}",
+        str(link.packets_sent),
+        f"{link.lost_share:.2%}",
+        str(link.blocks_sent_again),
+        f"{link.filled_share:.2%}",
+        str(link.rows_closed_early),
+    )
+
+
+def _link_rows(line: LinksLine) -> Iterator[str]:
+    yield "peer" + "".join(f"{column:>15s}" for column in LINK_COLUMNS)
+    for link in line.links:
+        cells = "".join(f"{cell:>15s}" for cell in link_cells(link))
+        yield f"{link.peer:4d}{cells}{'  waits for whole rows' if link.waits else ''}"
 
 
 def spread_line(line: SpreadLine) -> str:

@@ -18,6 +18,7 @@ from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE
 from loft_hvd.report.entries import (
     Fault,
     Line,
+    LinksLine,
     NotFiniteLine,
     PassCounts,
     Plans,
@@ -35,7 +36,7 @@ from loft_hvd.report.entries import (
 __all__ = ["in_steps_of_log", "judge", "newest_world", "step_s", "when_measured", "worlds"]
 
 _DOES = {"fetch": "fetching", "compute": "computing"}
-_MOST_NAMED = 3  # sentences on slow ranks; the pictures show the others
+_MOST_NAMED = 3  # sentences on slow ranks, or on links; the pictures show the others
 _MOST_TOGETHER = 8  # ranks in one of them
 _COST = 0.005  # of a step: less would be told as 0 %
 _QUEUED = 0.10  # of a step, as the least that makes a rank slow
@@ -46,7 +47,7 @@ _WON = 0.01  # of a step: less is within the noise of most runs
 def judge(read: Sequence[Line]) -> list[str]:
     """Return what the lines of a run log come to: at least one sentence."""
     world = newest_world(read)
-    sentences = [*_ended(world), *_off(world), *_times(world)]
+    sentences = [*_ended(world), *_off(world), *_times(world), *_links(world)]
     return sentences or [f"Nothing has gone wrong so far; times are {when_measured(world)}."]
 
 
@@ -244,6 +245,20 @@ def _starved(times: Sequence[RankTimes]) -> Iterator[str]:
             f"More than half of the ranks wait for their data {stall_s / whole_s:.0%} of a step or "
             "more: more loader processes, a faster source or a SampleStore would help all."
         )
+
+
+def _links(world: Sequence[Line]) -> Iterator[str]:
+    """Say which links have no deadline, or lose much, in the newest interval."""
+    newest = newest_of(LinksLine, world)
+    if newest is None:
+        return
+    # Those that wait first: they cost most.
+    links = sorted(newest.links, key=lambda each: (not each.waits, -each.lost_share))
+    told = [each for link in links for each in link.news(newest.rank)]
+    for news in told[:_MOST_NAMED]:
+        yield f"{news[0].upper()}{news[1:]}."
+    if len(told) > _MOST_NAMED:
+        yield f"The table of links has {len(told) - _MOST_NAMED} more."
 
 
 def rules_of(world: Sequence[Line]) -> str:

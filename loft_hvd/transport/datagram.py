@@ -21,13 +21,14 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from loft_hvd._native import datagram_extension
+from loft_hvd.codec import Count
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, TransportError
 from loft_hvd.transport import compact
@@ -46,7 +47,7 @@ from loft_hvd.transport.base import (
 )
 from loft_hvd.transport.groups import address_for_others
 
-__all__ = ["DatagramLane", "DatagramPort", "LossTolerant", "open_datagrams"]
+__all__ = ["DatagramLane", "DatagramPort", "LinkLosses", "LossTolerant", "open_datagrams"]
 
 _logger = logging.getLogger(__name__)
 _KEY_BYTES = 16  # bound from AES-128
@@ -56,6 +57,9 @@ _TRY_S = 10.0  # a choice: what has not come by then is held back by a firewall
 _TRIED_BYTES = (2**16, 2**19, 2**20)
 _SILENCE_S = 12.0  # a choice: above the heartbeat's own limit, which names ranks that are gone
 _LOOK_S = 0.5  # a choice: between two looks for silent links
+_LOOK_FOR_WAITS_S = 5.0  # a choice: between two looks for links without a deadline
+_MUCH = 0.1  # of a link's packets, or of its rows: from here on it is told; a choice
+_FEWEST = 100  # packets, or blocks, of which a share says something; a choice
 _COUNTS = 2**16  # of an operation's calls, after which numbers begin again
 _MOST_NAMES = 2**17  # that are counted; a choice, above what finished ones the wire remembers
 
@@ -120,6 +124,78 @@ class LossTolerant:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.critical)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinkLosses:
+    """What became of packets and rows between this rank and a peer, in some time.
+
+    ``packets_*`` and ``blocks_sent_again`` are of what this rank has sent to the peer, the others
+    of the peer's rows that have come to this rank, as their owner. A block is up to 1,280 bytes.
+    """
+
+    peer: Count
+    address: str = ""
+    round_trip_s: float = 0.0  # the least of the last seconds
+    bytes_per_s: float = 0.0  # that have reached the peer, at best
+    packets_sent: Count = 0
+    packets_lost: Count = 0
+    blocks_sent_again: Count = 0
+    rows_closed_early: Count = 0  # that have blocks which were done without
+    blocks: Count = 0  # of all rows
+    blocks_filled: Count = 0  # of them, those that were filled in from other rows
+    share_in_time: float = 1.0  # of a row, that is there when all of it has been sent once
+    waits: bool = False  # for whole rows, as too little of them comes in time
+
+    @property
+    def lost_share(self) -> float:
+        """Of the packets that this rank has sent."""
+        return self.packets_lost / max(1, self.packets_sent)
+
+    @property
+    def filled_share(self) -> float:
+        """Of the values that came from the peer."""
+        return self.blocks_filled / max(1, self.blocks)
+
+    def since(self, before: LinkLosses) -> LinkLosses:
+        """Return what has come to it since then; what is no count stays as it is now."""
+        return replace(
+            self, **{name: getattr(self, name) - getattr(before, name) for name in _SUMS}
+        )
+
+    def plus(self, other: LinkLosses) -> LinkLosses:
+        """Return both times together; what is no count stays as it is here."""
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _SUMS})
+
+    def news(self, rank: int) -> list[str]:
+        """Say what is worth telling of it, as ``rank`` has seen it; nothing of a good link."""
+        found = []
+        if self.waits:
+            found.append(
+                f"rank {rank} waits for the whole rows of rank {self.peer}, as without datagrams: "
+                f"{self.share_in_time:.0%} of one is there once all has been sent"
+            )
+        if self.packets_sent >= _FEWEST and self.lost_share > _MUCH:
+            found.append(
+                f"the link from rank {rank} to rank {self.peer} loses {self.lost_share:.0%} of its "
+                "packets"
+            )
+        if self.blocks >= _FEWEST and self.filled_share > _MUCH:
+            found.append(
+                f"{self.filled_share:.0%} of what rank {self.peer} sends to rank {rank} is filled "
+                "in from other rows"
+            )
+        return found
+
+
+_SUMS = (
+    "packets_sent",
+    "packets_lost",
+    "blocks_sent_again",
+    "rows_closed_early",
+    "blocks",
+    "blocks_filled",
+)
+
+
 class DatagramPort:
     """The UDP port of this rank, to and from those of the others.
 
@@ -139,8 +215,11 @@ class DatagramPort:
         self._expected: dict[str, int] = {}
         self._held: dict[int, tuple[Tensor, ...]] = {}  # what is sent from and received into
         self._lock = threading.Lock()
-        self._looked_at = 0.0
         self._tunnelled: set[int] = set()
+        self._looked_at = self._looked_for_waits_at = 0.0
+        # By rank: rows with holes, blocks, and blocks that were missing.
+        self._rows = [[0, 0, 0] for _ in places]
+        self._told_waits: set[int] = set()  # ranks
 
     @property
     def wire(self) -> Any:
@@ -198,6 +277,66 @@ class DatagramPort:
         found: list[int] = self.wire.silent(_SILENCE_S)
         return found
 
+    def took(self, rank: int, num_blocks: int, num_missing: int) -> None:
+        """Note that a row of a rank has come, and how much of it was missing."""
+        with self._lock:
+            counts = self._rows[rank]
+            counts[0] += num_missing > 0
+            counts[1] += num_blocks
+            counts[2] += num_missing
+
+    def links(self) -> list[LinkLosses]:
+        """Return what became of all that has travelled so far, by peer."""
+        found = []
+        for peer, place in enumerate(self.places):
+            if peer == self.rank:
+                continue
+            state = self.wire.state(peer)
+            with self._lock:
+                rows_closed_early, blocks, blocks_filled = self._rows[peer]
+            found.append(
+                LinkLosses(
+                    peer=peer,
+                    address=place,
+                    round_trip_s=state["round_trip_s"],
+                    bytes_per_s=state["bytes_per_s"],
+                    packets_sent=state["packets_sent"],
+                    packets_lost=state["packets_lost"],
+                    blocks_sent_again=state["blocks_sent_again"],
+                    rows_closed_early=rows_closed_early,
+                    blocks=blocks,
+                    blocks_filled=blocks_filled,
+                    share_in_time=state["mean_share"],
+                    waits=state["waits"],
+                )
+            )
+        return found
+
+    def look_for_waits(self) -> None:
+        """Warn once of each link that has no deadline any more; asks now and then."""
+        now = time.monotonic()
+        if now - self._looked_for_waits_at < _LOOK_FOR_WAITS_S:
+            return
+        self._looked_for_waits_at = now
+        for link in self.links():
+            if not link.waits or link.peer in self._told_waits:
+                continue
+            self._told_waits.add(link.peer)
+            _logger.warning(
+                "rank %d (%s): the link from rank %d (%s) has no deadline any more: %.0f %% of its "
+                "rows is there once all has been sent, and share=%g asks for more, so this rank "
+                "waits for all of them. Where rank %d overruns a queue on the way give "
+                "max_bytes_per_s= below what its link carries; where the link loses so much, mend "
+                "it, or give LossTolerant a smaller share= (docs/links.md)",
+                self.rank,
+                self.places[self.rank],
+                link.peer,
+                link.address,
+                100 * link.share_in_time,
+                self.gather.share,
+                link.peer,
+            )
+
     def close(self) -> None:
         """End the thread and close the port; what is under way is given up."""
         port, self.port = self.port, None
@@ -250,17 +389,31 @@ class _Gathered(_Exchanged, Brought):
     """Rows under way to their owner, some of which may come with holes."""
 
     def __init__(
-        self, ends: DatagramPort, number: int, name: str, room: Tensor, members: Sequence[int]
+        self,
+        ends: DatagramPort,
+        number: int,
+        name: str,
+        room: Tensor,
+        members: Sequence[int],
+        present: Sequence[bool],
     ) -> None:
         _Exchanged.__init__(self, ends, number, name)
         Brought.__init__(self, room)
         self._members = list(members)
+        self._present = present
         self.block_numel = _block_numel(room)
 
     def took(self, missing: bytes) -> None:
+        num_missing = [0] * len(self._members)
         if missing:
             of_all = torch.frombuffer(bytearray(missing), dtype=torch.uint8)
             self.missing = of_all.view(self._ends.world_size, -1)[self._members]
+            num_missing = self.missing.sum(dim=1).tolist()
+        num_blocks = -(-self.rows[0].numel() // self.block_numel)
+        for rank, count, is_present in zip(self._members, num_missing, self._present, strict=True):
+            if is_present and rank != self._ends.rank:
+                self._ends.took(rank, num_blocks, count)
+        self._ends.look_for_waits()
 
 
 def _block_numel(values: Tensor) -> int:
@@ -319,7 +472,7 @@ class DatagramLane(Lane):
         rooms[self.rank].copy_(sends[self.rank])
         places, num_bytes = self._places(rooms)
         number = self._ends.begin(self._stem + name, send, room)
-        gathered = _Gathered(self._ends, number, name, room, self._members)
+        gathered = _Gathered(self._ends, number, name, room, self._members, limits.present)
         gather, present = self._ends.gather, bytearray(self._ends.world_size)
         for rank, is_present in zip(self._members, limits.present, strict=True):
             present[rank] = is_present

@@ -29,14 +29,14 @@ from typing import Any, TypeVar
 import torch
 
 from loft_hvd.config import config
-from loft_hvd.transport.base import Channel, Lane
-from loft_hvd.transport.datagram import DatagramLane, LossTolerant, open_datagrams
+from loft_hvd.transport.base import Channel, Lane, Transport
+from loft_hvd.transport.datagram import DatagramLane, DatagramPort, LossTolerant, open_datagrams
 from loft_hvd.transport.device import DeviceLane
 from loft_hvd.transport.mesh import MeshLane
 from loft_hvd.transport.peer_memory import open_peer_memory, over_peers
 from loft_hvd.transport.shared_memory import open_shared_memory, over_memory
 
-__all__ = ["Needs", "choose_lane"]
+__all__ = ["Needs", "choose_lane", "datagram_ports"]
 
 _logger = logging.getLogger(__name__)
 _Given = TypeVar("_Given")
@@ -264,6 +264,24 @@ def _opened(kind: _Kind, channel: Channel, needs: Needs) -> Any:
 def _key(name: str, needs: Needs) -> Hashable:
     """Return by which a world keeps what a lane needs."""
     return (name, needs.device, needs.gather) if name == "datagram" else (name, needs.device)
+
+
+def datagram_ports(
+    transport: Transport, gather: LossTolerant | None = None
+) -> tuple[DatagramPort, ...]:
+    """Return the open UDP ports of this rank among a transport's ranks.
+
+    Args:
+        transport: the ranks.
+        gather: what a port was opened for; None for all of them.
+    """
+    kept = _worlds().get(transport.can.world)
+    ports = () if kept is None else tuple(kept.by_kind.values())
+    return tuple(
+        port
+        for port in ports
+        if isinstance(port, DatagramPort) and port.port and gather in (None, port.gather)
+    )
 
 
 def _close(world: Hashable) -> None:

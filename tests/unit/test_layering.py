@@ -148,6 +148,7 @@ _LAYERS = {
     "pipeline/levels.py": 4,
     "pipeline/reduction.py": 4,
     "pipeline/flights.py": 4,
+    "pipeline/link_log.py": 4,
     "pipeline/passes.py": 4,
     "pipeline/engine.py": 4,
     "pipeline/allreduce.py": 6,

@@ -112,7 +112,9 @@ def test_the_rank_with_most_samples_is_not_called_the_slowest() -> None:
 def test_a_page_says_what_was_left_out(entries: list[dict[str, Any]]) -> None:
     assert "were left out" not in render_page(entries, title="x")
     entries.append({"kind": "thinned", "step": 50, "num_lines": 7})
-    assert "7 older lines of times, fits, suspicion and scalars" in render_page(entries, title="x")
+    assert "7 older lines of times, fits, links, suspicion and scalars" in render_page(
+        entries, title="x"
+    )
 
 
 def test_an_empty_log_makes_a_page_too() -> None:
