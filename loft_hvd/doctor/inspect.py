@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from loft_hvd._native import explain_missing, extension
+from loft_hvd._native import datagram_extension, explain_missing, extension
 from loft_hvd.aggregation.compute import num_threads
 from loft_hvd.config import (
     KEEPALIVE_OPTIONS,
@@ -54,6 +54,8 @@ _LOST_HOST_S = 30.0  # a choice: three times what the heartbeat takes to name a 
 _BUILD_ADVICE = "`make setup` builds it; VENV=active does so in an environment of your own"
 _MPI_ADVICE = "sudo apt-get install openmpi-bin libopenmpi-dev, then `make setup`"
 _BUSY_ADVICE = "the machine may be busy: look again when it is not"
+_LEAST_BUFFER = 4 * 2**20  # bytes; a choice: 0.3 s of 100 Mb/s, while a rank's CPUs are busy
+_MOST_BUFFER = Path("/proc/sys/net/core/rmem_max")
 _OPTIONAL = "optional:"  # how advice begins that nobody has to follow
 # Package -> the extra of pyproject.toml that installs it.
 EXTRAS = {
@@ -383,12 +385,34 @@ def _cpu() -> tuple[DoctorFinding, ...]:
 
 
 def _links() -> tuple[DoctorFinding, ...]:
-    if has_bbr():
-        return (DoctorFinding("BBR, for long and lossy links", "here"),)
-    advice = (
-        f"{_OPTIONAL} `sudo modprobe tcp_bbr`, where hosts are far from each other or lose packets"
-    )
-    return (DoctorFinding("BBR, for long and lossy links", "not in this kernel by now", advice),)
+    value, advice = "here", ""
+    if not has_bbr():
+        value = "not in this kernel by now"
+        advice = (
+            f"{_OPTIONAL} `sudo modprobe tcp_bbr`, where hosts are far from each other or lose "
+            "packets"
+        )
+    return (DoctorFinding("BBR, for long and lossy links", value, advice), *_datagrams())
+
+
+def _datagrams() -> tuple[DoctorFinding, ...]:
+    """Look at what gather=LossTolerant() needs."""
+    name = "datagrams, for gather=LossTolerant()"
+    module, reason = datagram_extension()
+    if module is None:
+        return (DoctorFinding(name, "not built", f"{_OPTIONAL} {reason}"),)
+    found = DoctorFinding(name, str(module.__file__))
+    try:
+        most = int(_MOST_BUFFER.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no Linux
+        return (found,)
+    advice = ""
+    if most < _LEAST_BUFFER:
+        advice = (
+            f"{_OPTIONAL} `sudo sysctl -w net.core.rmem_max={_LEAST_BUFFER}` on hosts that use "
+            "them: what finds a full buffer is lost"
+        )
+    return (found, DoctorFinding("buffers of UDP, at most", f"{most} bytes", advice))
 
 
 def _settings() -> tuple[DoctorFinding, ...]:

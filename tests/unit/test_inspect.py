@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +95,26 @@ def test_horovod_without_the_mpi_that_is_here_has_advice(monkeypatch: pytest.Mon
     advice = _inspect(monkeypatch, text=text, programs=("horovodrun",))
     assert "MPI is here but Horovod was built without it" in advice["controllers"]
     assert "openmpi-bin" in advice["mpirun"]
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize(("most", "is_small"), [(212992, True), (4194304, False)])
+def test_what_a_loss_tolerant_gather_needs_is_looked_at(
+    is_built: bool, most: int, is_small: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = SimpleNamespace(__file__="/here/_loft_datagram.so") if is_built else None
+    reason = "it is built where OpenSSL's headers are: apt-get install libssl-dev"
+    monkeypatch.setattr(doctor, "datagram_extension", lambda: (module, reason))
+    monkeypatch.setattr(doctor, "_MOST_BUFFER", tmp_path / "rmem_max")
+    (tmp_path / "rmem_max").write_text(f"{most}\n")
+    advice = _advice(inspect_all(_BOTH, probe=lambda _: ""))
+    assert "BBR, for long and lossy links" in advice
+    if not is_built:
+        assert advice["datagrams, for gather=LossTolerant()"] == f"optional: {reason}"
+        assert "buffers of UDP, at most" not in advice
+        return
+    assert advice["datagrams, for gather=LossTolerant()"] == ""
+    assert ("sysctl -w net.core.rmem_max=4194304" in advice["buffers of UDP, at most"]) == is_small
 
 
 @pytest.mark.parametrize(
