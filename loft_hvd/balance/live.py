@@ -358,6 +358,7 @@ class LivePlan:
         self._options, self._limits, self._log = options, limits, log
         transport = channel.transport
         self._channel, self._transport, self._batches = channel, transport, batches
+        self._world = transport.can.world  # may be asked for once the engine has ended
         self._beside = IntervalWorker(log)
         self._own_controller = make_controller(options, limits)
         self._exchange = TimesExchange(channel)
@@ -687,9 +688,12 @@ class LivePlan:
 
     def _say_links(self) -> list[str]:
         """Say which of this rank's links lose much, where rows travel by datagrams."""
-        rank = self._transport.rank
-        links = (link for port in datagram_ports(self._transport) for link in port.links())
-        return [news for link in links for news in link.news(rank)]
+        return [
+            news
+            for port in datagram_ports(self._world)
+            for link in port.links()
+            for news in link.news(port.rank)
+        ]
 
     def _say_due(self) -> str:
         """Say at which step times are exchanged next, counted in batches as plans count."""

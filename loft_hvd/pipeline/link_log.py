@@ -52,7 +52,7 @@ class LinkLog:
         if self._log.path is None or (now := self._clock()) < self._due:
             return
         self._due = now + _EVERY_S
-        ports = datagram_ports(self._transport, self._gather)
+        ports = datagram_ports(self._transport.can.world, self._gather)
         if not ports:
             return
         links = ports[0].links()

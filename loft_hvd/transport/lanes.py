@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 
 from loft_hvd.config import config
-from loft_hvd.transport.base import Channel, Lane, Transport
+from loft_hvd.transport.base import Channel, Lane
 from loft_hvd.transport.datagram import DatagramLane, DatagramPort, LossTolerant, open_datagrams
 from loft_hvd.transport.device import DeviceLane
 from loft_hvd.transport.mesh import MeshLane
@@ -266,16 +266,14 @@ def _key(name: str, needs: Needs) -> Hashable:
     return (name, needs.device, needs.gather) if name == "datagram" else (name, needs.device)
 
 
-def datagram_ports(
-    transport: Transport, gather: LossTolerant | None = None
-) -> tuple[DatagramPort, ...]:
-    """Return the open UDP ports of this rank among a transport's ranks.
+def datagram_ports(world: Hashable, gather: LossTolerant | None = None) -> tuple[DatagramPort, ...]:
+    """Return the open UDP ports of this rank in a world.
 
     Args:
-        transport: the ranks.
+        world: of a transport's ``Abilities``.
         gather: what a port was opened for; None for all of them.
     """
-    kept = _worlds().get(transport.can.world)
+    kept = _worlds().get(world)
     ports = () if kept is None else tuple(kept.by_kind.values())
     return tuple(
         port

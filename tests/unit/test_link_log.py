@@ -57,7 +57,7 @@ class CanOpen(LocalTransport):
 class FakePort:
     """A port of which a test says what its links have done so far."""
 
-    gather = LossTolerant()
+    gather, rank = LossTolerant(), 0
 
     def __init__(self, *links: LinkLosses) -> None:
         self.now = list(links)
@@ -264,6 +264,24 @@ def test_explain_names_links_that_lose_much(port: FakePort) -> None:
     lines = balancer.explain().splitlines()
     assert "the link from rank 0 to rank 2 loses 15% of its packets" in lines
     assert not any("rank 1" in line and "loses" in line for line in lines)
+
+
+class Ends(LocalTransport):
+    """One rank's end of an engine that may end."""
+
+    has_ended = False
+
+    @property
+    def can(self) -> Abilities:  # type: ignore[override]  # asked each time, as Horovod's
+        assert not self.has_ended, "Horovod has not been initialized"
+        return Abilities()
+
+
+def test_explain_needs_no_engine_for_links() -> None:
+    transport = Ends(LocalWorld(1), 0)
+    balancer = train_some(transport)
+    transport.has_ended = True
+    assert "ranks exchange times next at step" in balancer.explain()
 
 
 # What is counted and warned of while rows come.
