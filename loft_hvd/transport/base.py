@@ -101,6 +101,8 @@ class Abilities:
             be opened beside them, and are kept by it. None where none may, as in an elastic job.
         at_end: has something called as the engine ends, such as what closes lanes.
         open_mesh: connects all ranks, or returns None on all; None where that never pays.
+        open_lossy: makes the lane of a loss-tolerant gather, given what was asked for; None where
+            datagrams are.
         open_group: makes a ``DeviceGroup`` of the same ranks, for tensors of a device, or returns
             None on all of them.
         follow: puts a work of a name under the eyes of the transport's watch.
@@ -113,6 +115,7 @@ class Abilities:
     world: Hashable = None
     at_end: Callable[[Callable[[], None]], None] = _ignore
     open_mesh: Callable[[Channel], Any] | None = None
+    open_lossy: Callable[[Channel, Any], Any] | None = None
     open_group: Callable[[Channel, torch.device], Any] | None = None
     follow: Callable[[Work, str], Work] = _as_it_is
     open_heartbeat: Callable[[], object] = _ignore

@@ -47,11 +47,20 @@ from loft_hvd.transport.base import (
 )
 from loft_hvd.transport.groups import address_for_others
 
-__all__ = ["DatagramLane", "DatagramPort", "LinkLosses", "LossTolerant", "open_datagrams"]
+__all__ = [
+    "BLOCK_BYTES",
+    "CallNumbers",
+    "DatagramLane",
+    "DatagramPort",
+    "LinkLosses",
+    "LossTolerant",
+    "critical_blocks",
+    "open_datagrams",
+]
 
 _logger = logging.getLogger(__name__)
 _KEY_BYTES = 16  # bound from AES-128
-_BLOCK_BYTES = 1280  # of a packet; kBlockBytes in csrc/datagram/packet.h
+BLOCK_BYTES = 1280  # of a packet; kBlockBytes in csrc/datagram/packet.h
 _TRY_S = 10.0  # a choice: what has not come by then is held back by a firewall
 # Bytes to each other rank, time after time, to see how fast links are. Choices: the first warm up.
 _TRIED_BYTES = (2**16, 2**19, 2**20)
@@ -196,6 +205,21 @@ _SUMS = (
 )
 
 
+class CallNumbers:
+    """Numbers of exchanges, by their names and how often each was called; equal on every rank."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}  # of calls by name
+
+    def take(self, name: str) -> int:
+        """Return the number of the next exchange of a name."""
+        count = self._counts.pop(name, 0)
+        self._counts[name] = (count + 1) % _COUNTS  # last: those at the front are the oldest
+        if len(self._counts) > _MOST_NAMES:
+            del self._counts[next(iter(self._counts))]
+        return digest(name) % 2**47 * _COUNTS + count
+
+
 class DatagramPort:
     """The UDP port of this rank, to and from those of the others.
 
@@ -211,7 +235,7 @@ class DatagramPort:
         self.world_size = len(places)
         self.places = tuple(places)  # by rank, as users see them
         self.bytes_per_s: float | None = None
-        self._counts: dict[str, int] = {}  # of calls by name
+        self._numbers = CallNumbers()
         self._expected: dict[str, int] = {}
         self._held: dict[int, tuple[Tensor, ...]] = {}  # what is sent from and received into
         self._lock = threading.Lock()
@@ -227,19 +251,11 @@ class DatagramPort:
             raise closed_error("datagrams between ranks")
         return self.port
 
-    def number_of(self, name: str) -> int:
-        """Return the number of the next exchange of a name; the same on every rank."""
-        count = self._counts.pop(name, 0)
-        self._counts[name] = (count + 1) % _COUNTS  # last: those at the front are the oldest
-        if len(self._counts) > _MOST_NAMES:
-            del self._counts[next(iter(self._counts))]
-        return digest(name) % 2**47 * _COUNTS + count
-
     def expect(self, name: str, places: Sequence[int], num_bytes: int, recv: Tensor) -> None:
         """Let rows of the next exchange of that name be written to memory before it begins."""
         with self._lock:
             assert name not in self._expected, name
-            number = self._expected[name] = self.number_of(name)
+            number = self._expected[name] = self._numbers.take(name)
             self._held[number] = (recv,)
             self.wire.expect(number, places, num_bytes, compact.code_of(recv.dtype))
 
@@ -249,7 +265,7 @@ class DatagramPort:
             for number in self.wire.take_released():
                 del self._held[number]
             found = self._expected.pop(name, None)
-            number = self.number_of(name) if found is None else found
+            number = self._numbers.take(name) if found is None else found
             self._held[number] = held
             return number
 
@@ -416,8 +432,24 @@ class _Gathered(_Exchanged, Brought):
         self._ends.look_for_waits()
 
 
+def critical_blocks(
+    spans: Sequence[tuple[int, int]], *, num_shards: int, shard: int, block_numel: int
+) -> Tensor:
+    """Return 1 for blocks that hold a critical value, uint8, [num_shards, num_blocks].
+
+    ``spans`` are those of ``LossLimits``; a shard has ``shard`` values, a block ``block_numel``.
+    """
+    found = torch.zeros(num_shards, -(-shard // block_numel), dtype=torch.uint8)
+    for begin, end in spans:
+        for at in range(begin // shard, -(-end // shard)):
+            first = max(begin - at * shard, 0) // block_numel
+            last = -(-min(end - at * shard, shard) // block_numel)
+            found[at, first:last] = 1
+    return found
+
+
 def _block_numel(values: Tensor) -> int:
-    return _BLOCK_BYTES // values.itemsize
+    return BLOCK_BYTES // values.itemsize
 
 
 class DatagramLane(Lane):
@@ -494,16 +526,12 @@ class DatagramLane(Lane):
         """Return which blocks of which ranks' shards must arrive, [ranks of the port, blocks]."""
         if not spans:
             return b""
-        shard, block = room[0].numel(), _block_numel(room)
-        num_blocks = -(-shard // block)
-        found = bytearray(self._ends.world_size * num_blocks)
-        for begin, end in spans:
-            for at in range(begin // shard, -(-end // shard)):
-                first = max(begin - at * shard, 0) // block
-                last = -(-min(end - at * shard, shard) // block)
-                row = self._members[at] * num_blocks
-                found[row + first : row + last] = b"\1" * (last - first)
-        return bytes(found)
+        own = critical_blocks(
+            spans, num_shards=len(room), shard=room[0].numel(), block_numel=_block_numel(room)
+        )
+        found = torch.zeros(self._ends.world_size, own.shape[1], dtype=torch.uint8)
+        found[list(self._members)] = own
+        return found.numpy().tobytes()
 
     def _places(self, shards: Sequence[Tensor]) -> tuple[list[int], int]:
         """Return where shards lie, by rank of the port, and how many bytes each has."""

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 
 from loft_hvd.config import config
-from loft_hvd.transport.base import Channel, Lane
+from loft_hvd.transport.base import Abilities, Channel, Lane
 from loft_hvd.transport.datagram import DatagramLane, DatagramPort, LossTolerant, open_datagrams
 from loft_hvd.transport.device import DeviceLane
 from loft_hvd.transport.mesh import MeshLane
@@ -194,9 +194,12 @@ def _chosen(channel: Channel, needs: Needs) -> Lane:
     transport = channel.transport
     # One rank takes the device lane where that is named: so NCCL is tried by a single GPU.
     is_alone = transport.world_size == 1 and config().lane != "device"
+    device = torch.device(needs.device).type
+    if needs.gather is not None and not is_alone and _may_lose(transport.can, device):
+        lane: Lane = _made(transport.can.open_lossy)(channel, needs.gather)
+        return lane
     if transport.can.world is None or is_alone:
         return Lane(transport)
-    device = torch.device(needs.device).type
     if transport.can.mixes_devices:
         # A rank on a CPU would wait in one lane for who is in that of GPUs.
         kinds = channel.sub("device").allgather_rows(torch.tensor([int(device == "cpu")]))
@@ -209,6 +212,12 @@ def _chosen(channel: Channel, needs: Needs) -> Lane:
         if (opened := _opened(kind, named, needs)) is not None:
             return kind.lane(named, opened)
     return Lane(transport)
+
+
+def _may_lose(can: Abilities, device: str) -> bool:
+    """Say whether a transport's own lossy lane stands for datagrams."""
+    is_left = config().lane in ("auto", "datagram")
+    return can.open_lossy is not None and device == "cpu" and is_left
 
 
 def _is_allowed(kind: _Kind, device: str) -> bool:

@@ -2,7 +2,8 @@
 
 ``LocalWorld(world_size)`` is the wire; ``world.transport(rank)`` is one rank's end of it;
 ``run_ranks(world_size, function)`` runs a function on every rank and returns what each returned.
-A world takes ``Faults``: delays, failures, reordering and ranks that stop, the same every time.
+A world takes ``Faults``: delays, failures, reordering, ranks that stop and blocks of rows that are
+lost, the same every time.
 
 ::
 
@@ -15,6 +16,7 @@ A world takes ``Faults``: delays, failures, reordering and ranks that stop, the 
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -33,9 +35,19 @@ from loft_hvd.errors import (
     TransportError,
     TransportTimeoutError,
 )
-from loft_hvd.transport.base import Abilities
+from loft_hvd.transport.base import (
+    Abilities,
+    Brought,
+    Channel,
+    Lane,
+    LossLimits,
+    Transport,
+    Work,
+    subset,
+)
+from loft_hvd.transport.datagram import BLOCK_BYTES, CallNumbers, LossTolerant, critical_blocks
 
-__all__ = ["Faults", "LocalTransport", "LocalWatch", "LocalWorld", "run_ranks"]
+__all__ = ["Faults", "LocalLane", "LocalTransport", "LocalWatch", "LocalWorld", "run_ranks"]
 
 _T = TypeVar("_T")
 _MOST_POLLS = 20  # a choice: enough to change the order in which operations in flight end
@@ -43,14 +55,23 @@ _MOST_POLLS = 20  # a choice: enough to change the order in which operations in 
 
 @dataclass(frozen=True)
 class Faults:
-    """Delays, failures and reordering of a local world's operations.
+    """Delays, failures, reordering and losses of a local world's operations.
 
     A rank's operations count from 0 in the order in which it starts them.
+
+    What is lost are blocks of 1,280 bytes of the rows that travel to shard owners, where
+    ``gather=loft.LossTolerant()`` was asked for. Whether one is lost is drawn by the seed, the
+    exchange's name, how often that name was called and the block. What the owner's rule cannot do
+    without, and what is critical, arrives however much is lost, as it is sent again until it does
+    in a real job. Nothing else is ever lost: not without ``gather=``, not under
+    ``LossTolerant(reliable=True)``, and no result.
 
     Attributes:
         seed: of every draw.
         max_delay_s: each rank sees each operation end up to so many seconds late, drawn anew.
         slow: seconds by which everything that a rank sends arrives late, by rank.
+        loss: share of blocks that are lost, >= 0 and <= 1; of every rank's, or by the rank that
+            sends them.
         reorder: whether operations in flight end in another order than they were started in.
         fail: the operation that raises, by the rank it raises on.
         stop: the operation from which on a rank sends nothing and answers nothing, by rank; the
@@ -60,6 +81,7 @@ class Faults:
     seed: int = 0
     max_delay_s: float = 0.0
     slow: Mapping[int, float] = field(default_factory=dict)
+    loss: float | Mapping[int, float] = 0.0
     reorder: bool = False
     fail: Mapping[int, int] = field(default_factory=dict)
     stop: Mapping[int, int] = field(default_factory=dict)
@@ -73,10 +95,16 @@ class Faults:
                 f"fail={dict(self.fail)} and stop={dict(self.stop)} hold seconds and operation "
                 "numbers, all >= 0"
             )
+        losses = self.loss.values() if isinstance(self.loss, Mapping) else [self.loss]
+        if not all(0 <= share <= 1 for share in losses):
+            raise ArgumentError(
+                f"Faults: loss={self.loss} must be a share of blocks, >= 0 and <= 1, or one by rank"
+            )
 
     def check(self, world_size: int) -> None:
         """Raise unless every rank that is named is one of the world."""
-        named = {*self.slow, *self.fail, *self.stop}
+        losing = self.loss if isinstance(self.loss, Mapping) else ()
+        named = {*self.slow, *losing, *self.fail, *self.stop}
         if wrong := sorted(rank for rank in named if not 0 <= rank < world_size):
             raise ArgumentError(f"Faults: ranks {wrong} are not >= 0 and < {world_size}")
 
@@ -87,6 +115,51 @@ class Faults:
     def num_polls(self, rank: int, number: int) -> int:
         """Return how often a rank asks in vain whether an operation that has ended has ended."""
         return int((_MOST_POLLS + 1) * self._draw("polls", rank, number)) if self.reorder else 0
+
+    def loss_of(self, rank: int) -> float:
+        """Return the share of blocks that are lost of what a rank sends."""
+        return self.loss.get(rank, 0.0) if isinstance(self.loss, Mapping) else self.loss
+
+    def lost_blocks(
+        self,
+        exchange: str,
+        limits: LossLimits,
+        *,
+        ranks: Sequence[int],
+        own: int,
+        shard: int,
+        block_numel: int,
+    ) -> Tensor:
+        """Draw which blocks of rows do not come to a shard's owner.
+
+        Args:
+            exchange: what tells this exchange from others.
+            limits: what may be missing.
+            ranks: whose rows they are.
+            own: the row of the owner itself, which does not travel.
+            shard: values of a row.
+            block_numel: values of a block.
+
+        Returns:
+            bool, [len(ranks), num_blocks].
+        """
+        # A seed of its own for each exchange and owner: they begin in any order.
+        seed = random.Random(f"{self.seed} loss {exchange} {own}").getrandbits(63)
+        shape = len(ranks), -(-shard // block_numel)
+        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+        losses = torch.tensor([self.loss_of(rank) for rank in ranks]).unsqueeze(1)
+        # Above 0 where it is lost, and there uniform whatever a rank's share: nobody's comes first.
+        lateness = (1 - drawn / losses).clamp_(min=0).nan_to_num_(0.0)
+        lateness[own] = 0
+        critical = critical_blocks(
+            limits.critical, num_shards=len(ranks), shard=shard, block_numel=block_numel
+        )
+        lateness[:, critical[own].bool()] = 0
+        # Of the rows that count only so many may lack a block: the latest. Of 0.2 0 0.7 0.4 the
+        # places in order are 2 3 0 1: rows 2 and 3 lack it, and that of row 0 is sent again.
+        counting = torch.tensor(limits.present).unsqueeze(1)
+        order = (lateness * counting).argsort(dim=0, descending=True).argsort(dim=0)
+        return (lateness > 0) & ((order < limits.most_missing) | ~counting)
 
     def _draw(self, what: str, rank: int, number: int) -> float:
         # Drawn by what it is for, not one after another: ranks are threads that draw at once.
@@ -295,10 +368,79 @@ class _LocalWork:
             raise self._world.peer_error()
 
 
+class LocalLane(Lane):
+    """Stands for datagrams in a local world: rows lose the blocks that ``Faults`` say.
+
+    ``members`` are the ranks that take part, as the world counts them.
+    """
+
+    name = "local"
+    adds_up = False
+
+    def __init__(
+        self, below: Transport, faults: Faults, members: Sequence[int], gather: LossTolerant
+    ) -> None:
+        super().__init__(below)
+        self.loses = not gather.reliable
+        self._faults = faults
+        self._members = tuple(members)
+        self._gather = gather
+        self._numbers = CallNumbers()
+
+    def subset(self, parts: Sequence[tuple[int, ...]]) -> LocalLane:
+        own = next(part for part in parts if self.rank in part)
+        members = [self._members[rank] for rank in own]
+        return LocalLane(subset(self.below, parts), self._faults, members, self._gather)
+
+    def bring(
+        self, send: Tensor, room: Tensor | None, *, name: str, limits: LossLimits | None = None
+    ) -> tuple[Work, Brought]:
+        assert room is not None, self.name
+        work, brought = super().bring(send, room, name=name)
+        if limits is None or not self.loses:
+            return work, brought
+        block_numel = BLOCK_BYTES // room.itemsize
+        lost = self._faults.lost_blocks(
+            f"{self._members} {self._numbers.take(name)}",
+            limits,
+            ranks=self._members,
+            own=self.rank,
+            shard=room.shape[1],
+            block_numel=block_numel,
+        )
+        lossy = _LossyRows(work, room, lost, block_numel)
+        return lossy, lossy
+
+
+class _LossyRows(Brought):
+    """Rows that come with holes, which hold NaN: nothing that came stands there."""
+
+    def __init__(self, work: Work, room: Tensor, lost: Tensor, block_numel: int) -> None:
+        super().__init__(room)
+        self.watch = work.watch
+        self.block_numel = block_numel
+        self.done = work.done
+        self._work = work
+        self._room = room
+        self._lost = lost
+
+    def finish(self) -> None:
+        self._work.finish()
+        if not self._lost.any():
+            return
+        is_lost = self._lost.repeat_interleave(self.block_numel, dim=1)[:, : self._room.shape[1]]
+        self._room.masked_fill_(is_lost, float("nan"))
+        self.missing = self._lost.to(torch.uint8)
+
+
+def _open_lossy(
+    faults: Faults, members: Sequence[int], channel: Channel, gather: LossTolerant
+) -> LocalLane:
+    return LocalLane(channel.transport, faults, members, gather)
+
+
 class LocalTransport:
     """One rank's end of a ``LocalWorld``, among all of its ranks or some; see ``Transport``."""
-
-    can = Abilities()
 
     def __init__(
         self, world: LocalWorld, rank: int, *, members: tuple[int, ...] | None = None
@@ -307,6 +449,7 @@ class LocalTransport:
         self._world = world
         self.world_rank = rank  # in the whole world, where ``rank`` counts within the members
         self.members = tuple(range(world.world_size)) if members is None else members
+        self.can = Abilities(open_lossy=functools.partial(_open_lossy, world.faults, self.members))
         self.rank = self.members.index(rank)
         self.world_size = len(self.members)
         node = rank // world.ranks_per_node
