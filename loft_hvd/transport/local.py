@@ -61,10 +61,11 @@ class Faults:
 
     What is lost are blocks of 1,280 bytes of the rows that travel to shard owners, where
     ``gather=loft.LossTolerant()`` was asked for. Whether one is lost is drawn by the seed, the
-    exchange's name, how often that name was called and the block. What the owner's rule cannot do
-    without, and what is critical, arrives however much is lost, as it is sent again until it does
-    in a real job. Nothing else is ever lost: not without ``gather=``, not under
-    ``LossTolerant(reliable=True)``, and no result.
+    exchange, how often it was called before and the block, whichever thread is first: the same in
+    every world in which a script does the same. What the owner's rule cannot do without, and what
+    is critical, arrives however much is lost, as it is sent again until it does in a real job.
+    Nothing else is ever lost: not without ``gather=``, not under ``LossTolerant(reliable=True)``,
+    and no result.
 
     Attributes:
         seed: of every draw.
@@ -246,6 +247,7 @@ class LocalWorld:
         # By members too: groups of ranks use the same names at the same time.
         self._open: dict[tuple[tuple[int, ...], str], _Operation] = {}
         self._num_posted = [0] * world_size
+        self.num_lanes = [0] * world_size  # that may lose something, by rank
         self._is_over = threading.Event()
 
     def transport(self, rank: int) -> LocalTransport:
@@ -368,6 +370,15 @@ class _LocalWork:
             raise self._world.peer_error()
 
 
+@dataclass(frozen=True)
+class _LaneLosses:
+    """What a lane loses; the same in every world in which ranks do the same."""
+
+    faults: Faults
+    place: int  # of the lane among those of its rank
+    stem: str  # of exchanges' names: it has numbers that a process counts up from world to world
+
+
 class LocalLane(Lane):
     """Stands for datagrams in a local world: rows lose the blocks that ``Faults`` say.
 
@@ -378,19 +389,18 @@ class LocalLane(Lane):
     adds_up = False
 
     def __init__(
-        self, below: Transport, faults: Faults, members: Sequence[int], gather: LossTolerant
+        self, below: Transport, members: Sequence[int], losses: _LaneLosses, *, loses: bool
     ) -> None:
         super().__init__(below)
-        self.loses = not gather.reliable
-        self._faults = faults
+        self.loses = loses
         self._members = tuple(members)
-        self._gather = gather
+        self._losses = losses
         self._numbers = CallNumbers()
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> LocalLane:
         own = next(part for part in parts if self.rank in part)
         members = [self._members[rank] for rank in own]
-        return LocalLane(subset(self.below, parts), self._faults, members, self._gather)
+        return LocalLane(subset(self.below, parts), members, self._losses, loses=self.loses)
 
     def bring(
         self, send: Tensor, room: Tensor | None, *, name: str, limits: LossLimits | None = None
@@ -400,8 +410,9 @@ class LocalLane(Lane):
         if limits is None or not self.loses:
             return work, brought
         block_numel = BLOCK_BYTES // room.itemsize
-        lost = self._faults.lost_blocks(
-            f"{self._members} {self._numbers.take(name)}",
+        number = self._numbers.take(name.removeprefix(self._losses.stem))
+        lost = self._losses.faults.lost_blocks(
+            f"{self._losses.place} {self._members} {number}",
             limits,
             ranks=self._members,
             own=self.rank,
@@ -434,9 +445,12 @@ class _LossyRows(Brought):
 
 
 def _open_lossy(
-    faults: Faults, members: Sequence[int], channel: Channel, gather: LossTolerant
+    world: LocalWorld, rank: int, members: Sequence[int], channel: Channel, gather: LossTolerant
 ) -> LocalLane:
-    return LocalLane(channel.transport, faults, members, gather)
+    place = world.num_lanes[rank]
+    world.num_lanes[rank] += 1
+    losses = _LaneLosses(world.faults, place, channel.name)
+    return LocalLane(channel.transport, members, losses, loses=not gather.reliable)
 
 
 class LocalTransport:
@@ -449,7 +463,7 @@ class LocalTransport:
         self._world = world
         self.world_rank = rank  # in the whole world, where ``rank`` counts within the members
         self.members = tuple(range(world.world_size)) if members is None else members
-        self.can = Abilities(open_lossy=functools.partial(_open_lossy, world.faults, self.members))
+        self.can = Abilities(open_lossy=functools.partial(_open_lossy, world, rank, self.members))
         self.rank = self.members.index(rank)
         self.world_size = len(self.members)
         node = rank // world.ranks_per_node
