@@ -272,7 +272,7 @@ class Ends(LocalTransport):
     has_ended = False
 
     @property
-    def can(self) -> Abilities:  # type: ignore[override]  # asked each time, as Horovod's
+    def can(self) -> Abilities:  # asked each time, as Horovod's
         assert not self.has_ended, "Horovod has not been initialized"
         return Abilities()
 
