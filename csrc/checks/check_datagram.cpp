@@ -4,6 +4,8 @@
 //   check_datagram [--packets COUNT]   random worlds until so many packets went; default: 1,000,000
 //   check_datagram --seed SEED         the random world of a seed, alone
 
+#include <malloc.h>
+
 #include <cmath>
 #include <map>
 #include <numeric>
@@ -49,6 +51,14 @@ Plan plan_of(uint64_t operation, int num_ranks, uint64_t num_bytes) {
   plan.begins_at.resize(static_cast<size_t>(num_ranks));
   plan.is_expected.resize(static_cast<size_t>(num_ranks));
   plan.taken_after.resize(static_cast<size_t>(num_ranks));
+  return plan;
+}
+
+Plan tolerant_plan(uint64_t operation, int num_ranks, uint64_t num_bytes, double enough = 0.8) {
+  Plan plan = plan_of(operation, num_ranks, num_bytes);
+  plan.what.is_tolerant = plan.what.lingers = true;
+  plan.what.most_missing = num_ranks - 2;
+  plan.what.enough = enough;
   return plan;
 }
 
@@ -139,9 +149,10 @@ class Trial {
     }
     return last;
   }
-  uint64_t num_missing() const {
+  // Blocks of a rank's rows that others have done without.
+  uint64_t num_missing_of(int peer) const {
     uint64_t sum = 0;
-    for (const auto& each : num_missing_) sum += each.second;
+    for (const auto& [which, number] : num_missing_) sum += which.second == peer ? number : 0;
     return sum;
   }
   bool is_clean() const { return network.num_lost + network.num_dropped == 0 && !is_disordered; }
@@ -384,25 +395,27 @@ Plan random_plan(Chance& chance, uint64_t operation, int num_ranks, Nanos latest
   return plan;
 }
 
+NetworkSettings random_settings(Chance& chance, uint64_t seed, bool is_clean) {
+  NetworkSettings settings;
+  settings.seed = seed;
+  settings.bytes_per_s = chance.between(5e5, 1e8);
+  settings.queue_bytes = is_clean ? 1e12 : chance.between(2e4, 2e6);
+  settings.round_trip = static_cast<Nanos>(chance.between(1e5, 1e8));
+  settings.latest = chance.in(2) ? 0 : static_cast<Nanos>(chance.between(1e4, 1e7));
+  if (is_clean) return settings;
+  for (double* share :
+       {&settings.lost, &settings.repeated, &settings.reordered, &settings.spoilt}) {
+    *share = chance.in(2) ? 0 : chance.between(1e-4, 0.2);
+  }
+  return settings;
+}
+
 // Returns how many packets went.
 uint64_t check_random_world(uint64_t seed) {
   Chance chance(seed);
   const int num_ranks = static_cast<int>(2 + chance.below(7));
-  NetworkSettings settings;
-  settings.seed = seed;
-  settings.bytes_per_s = chance.between(5e5, 1e8);
-  settings.queue_bytes = chance.between(2e4, 2e6);
-  settings.round_trip = static_cast<Nanos>(chance.between(1e5, 1e8));
   const bool is_clean = chance.in(4);
-  if (is_clean) {
-    settings.queue_bytes = 1e12;
-  } else {
-    for (double* share :
-         {&settings.lost, &settings.repeated, &settings.reordered, &settings.spoilt}) {
-      *share = chance.in(2) ? 0 : chance.between(1e-4, 0.2);
-    }
-  }
-  settings.latest = chance.in(2) ? 0 : static_cast<Nanos>(chance.between(1e4, 1e7));
+  const NetworkSettings settings = random_settings(chance, seed, is_clean);
   Trial trial(seed, num_ranks, settings);
   trial.is_disordered = settings.repeated > 0 || settings.reordered > 0;
   double sum_bytes = 0;
@@ -423,7 +436,7 @@ uint64_t check_random_world(uint64_t seed) {
     });
   }
   const auto line = static_cast<Nanos>(sum_bytes / settings.bytes_per_s * kSecond);
-  const Nanos began = trial.network.now, limit = 5 * kSecond + 10 * line + 2 * cut;
+  const Nanos began = trial.network.now, limit = 10 * kSecond + 10 * line + 2 * cut;
   const bool is_over = trial.run(limit);
   expect(is_over, "seed ", seed, ": not over after ", (trial.network.now - began) / kMilli,
          " ms: ", trial.open());
@@ -431,11 +444,185 @@ uint64_t check_random_world(uint64_t seed) {
   return trial.network.num_sent;
 }
 
+// --- laws that need worlds of their own
+
+// Where nothing is lost nothing is missing, whoever is late: Trial looks at it.
+void check_clean_worlds(int num_exchanges) {
+  for (uint64_t seed = 1; num_exchanges > 0; ++seed) {
+    Chance chance(seed);
+    const int num_ranks = static_cast<int>(2 + chance.below(7));
+    Trial trial(seed, num_ranks, random_settings(chance, seed, true));
+    for (uint64_t operation = 1; operation <= 50; ++operation, --num_exchanges) {
+      Plan plan = random_plan(chance, operation, num_ranks, 2 * kSecond);
+      plan.what.num_bytes %= 20 * kBlockBytes;
+      plan.what.critical.clear();
+      trial.add(plan);
+    }
+    const bool is_over = trial.run(60 * kSecond);
+    expect(is_over && trial.is_clean(), "seed ", seed, " without losses: ", trial.open());
+    if (is_over) trial.finish(100 * kSecond);
+  }
+}
+
+// What is remembered of exchanges that are over does not grow with their number.
+void check_memory() {
+  NetworkSettings settings;
+  settings.round_trip = kMilli;
+  settings.lost = 0.01;
+  constexpr int kRanks = 3;
+  constexpr uint64_t kBytes = 5000, kFirst = 10'000, kLast = 20'000;
+  SimulatedNetwork network(kRanks, settings);
+  std::vector<char> values(kBytes);
+  std::vector<std::vector<char>> rooms(kRanks, std::vector<char>(kBytes));
+  size_t before = 0;
+  for (uint64_t operation = 1; operation <= kLast; ++operation) {
+    Exchange exchange;
+    exchange.operation = operation;
+    exchange.num_bytes = kBytes;
+    exchange.is_tolerant = exchange.lingers = operation % 2;
+    exchange.most_missing = 1;
+    exchange.enough = 0.5;
+    exchange.sends.assign(kRanks, values.data());
+    for (std::vector<char>& room : rooms) exchange.rooms.push_back(room.data());
+    for (int rank = 0; rank < kRanks; ++rank) {
+      network.endpoints[rank]->begin(network.now, exchange);
+      network.wake(rank);
+    }
+    const auto is_over = [&] {
+      return std::all_of(network.endpoints.begin(), network.endpoints.end(),
+                         [&](const auto& each) { return each->is_done(operation); });
+    };
+    if (!network.run_until(is_over, 10 * kSecond)) {
+      return expect(false, "exchange ", operation, " of many is not over");
+    }
+    for (const auto& each : network.endpoints) {
+      each->take(operation);
+      each->take_released();
+    }
+    if (operation % kFirst) continue;
+    network.run_until([] { return false; }, 10 * kSecond);
+    if (operation == kFirst) before = mallinfo2().uordblks;
+  }
+  const auto grown = static_cast<int64_t>(mallinfo2().uordblks - before);
+  std::cout << grown << " bytes more on the heap after " << kLast - kFirst << " exchanges more\n";
+  expect(grown < 50'000, grown, " bytes more");
+}
+
+// Who computes three times as long as others is late, and nothing of it is lost.
+void check_late_rank() {
+  for (const double lost : {0.0, 0.01}) {
+    NetworkSettings settings;
+    settings.lost = lost;
+    Trial trial(1, 4, settings);
+    constexpr int kExchanges = 20, kBlocks = 300;
+    for (uint64_t operation = 1; operation <= kExchanges; ++operation) {
+      Plan plan = tolerant_plan(operation, 4, kBlocks * kBlockBytes);
+      plan.begins_at = {200 * kMilli, 200 * kMilli, 200 * kMilli, 600 * kMilli};
+      plan.is_expected.assign(4, operation % 2);
+      trial.add(plan);
+      expect(trial.run(10 * kSecond), "with a late rank not over: ", trial.open());
+    }
+    trial.finish(10 * kSecond);
+    const double missing =
+        static_cast<double>(trial.num_missing_of(3)) / (3 * kExchanges * kBlocks);
+    expect(missing <= 1.5 * lost, "of a late rank ", missing, " is missing, and ", lost,
+           " is lost");
+    std::cout << "of a late rank " << 100 * missing << " % is missing where " << 100 * lost
+              << " % is lost\n";
+  }
+}
+
+// A host with a quarter of the rate: its exchange ends, and one of the others goes on beside it.
+void check_slow_host() {
+  double took_s[2];
+  for (const bool is_slow : {false, true}) {
+    Trial trial(1, 4, NetworkSettings{});
+    for (uint64_t step = 0; step < 5; ++step) {
+      if (is_slow) trial.network.hosts[0].bytes_per_s = 12.5e6 / 4;
+      trial.add(tolerant_plan(2 * step, 4, 400'000));
+      Plan others = tolerant_plan(2 * step + 1, 4, 400'000);
+      others.members = {1, 2, 3};
+      trial.add(others);
+      const Nanos began = trial.network.now;
+      expect(trial.run(20 * kSecond), "with a slow host not over: ", trial.open());
+      took_s[is_slow] = static_cast<double>(trial.done_at(2 * step + 1) - began) / kSecond;
+    }
+    trial.finish(20 * kSecond);
+  }
+  std::cout << "beside an exchange with a host of a quarter of the rate one of the others takes "
+            << took_s[1] << " s, else " << took_s[0] << "\n";
+  expect(took_s[1] < 1.3 * took_s[0], "a slow host holds up others: ", took_s[1], " s");
+}
+
+// A cut costs its length and a few round trips.
+void check_cut(Nanos round_trip, Nanos length, bool is_tolerant) {
+  NetworkSettings settings;
+  settings.round_trip = round_trip;
+  Nanos took[2];
+  for (const bool is_cut : {false, true}) {
+    Trial trial(1, 4, settings);
+    for (uint64_t operation = 0; operation < 6; ++operation) {
+      const uint64_t num_bytes = 1'000'000;
+      trial.add(is_tolerant ? tolerant_plan(operation, 4, num_bytes)
+                            : plan_of(operation, 4, num_bytes));
+      const Nanos began = trial.network.now;
+      if (is_cut && operation == 5) {
+        trial.network.at(began + 100 * kMilli,
+                         [&] { trial.network.hosts[2].cut_until = trial.network.now + length; });
+      }
+      expect(trial.run(20 * kSecond), "with a cut not over: ", trial.open());
+      took[is_cut] = trial.done_at(operation) - began;
+    }
+    trial.finish(20 * kSecond);
+  }
+  const double more = static_cast<double>(took[1] - took[0] - length) / round_trip;
+  std::cout << "a cut of " << length / kMilli << " ms at " << round_trip / kMilli
+            << " ms there and "
+            << "back costs " << (took[1] - took[0]) / kMilli << " ms of "
+            << (is_tolerant ? "a tolerant" : "a reliable") << " exchange\n";
+  expect(more <= 4, "a cut costs ", more, " round trips more than its length");
+}
+
+// A link that loses half has no deadline: else its rank's values would be missing time after time.
+void check_waiting_link() {
+  Trial trial(1, 4, NetworkSettings{});
+  uint64_t operation = 0;
+  const auto run = [&](int num_exchanges) {
+    for (int left = num_exchanges; left > 0; --left) {
+      trial.add(tolerant_plan(++operation, 4, 100'000));
+      expect(trial.run(20 * kSecond), "with a lossy link not over: ", trial.open());
+    }
+  };
+  const auto num_waiting = [&](int peer) {
+    int sum = 0;
+    for (int rank = 0; rank < 4; ++rank) {
+      sum += rank != peer && trial.network.endpoints[rank]->state(peer).waits;
+    }
+    return sum;
+  };
+  trial.network.hosts[3].lost = 0.5;
+  run(20);
+  expect(num_waiting(3) == 3, num_waiting(3), " of 3 ranks wait for who loses half");
+  for (int rank = 0; rank < 3; ++rank) {
+    expect(num_waiting(rank) == 0, num_waiting(rank), " ranks wait for one that loses nothing");
+    const double share = trial.network.endpoints[rank]->state(3).mean_share;
+    expect(share > 0.3 && share < 0.7, "a share of ", share, " came of a link that loses half");
+  }
+  const uint64_t missing = trial.num_missing_of(3);
+  run(20);
+  expect(trial.num_missing_of(3) == missing, "a link without a deadline misses blocks");
+  trial.network.hosts[3].lost = 0;
+  run(40);
+  expect(num_waiting(3) == 0, num_waiting(3), " ranks still wait for a link that is whole again");
+  trial.finish(20 * kSecond);
+}
+
 }  // namespace
 }  // namespace loft::checks
 
 int main(int argc, char** argv) {
   using namespace loft::checks;
+  using loft::datagram::kMilli;
   uint64_t num_packets = 1'000'000, seed = 0;
   for (int at = 1; at + 1 < argc; at += 2) {
     const std::string option = argv[at];
@@ -445,6 +632,16 @@ int main(int argc, char** argv) {
     check_random_world(seed);
     return report("datagrams");
   }
+  check_clean_worlds(10'000);
+  check_memory();
+  check_late_rank();
+  check_slow_host();
+  for (const int64_t round_trip_ms : {20, 50}) {
+    for (const bool is_tolerant : {false, true}) {
+      check_cut(round_trip_ms * kMilli, 300 * kMilli, is_tolerant);
+    }
+  }
+  check_waiting_link();
   uint64_t sent = 0;
   for (uint64_t world = 1; sent < num_packets; ++world) sent += check_random_world(world);
   std::cout << sent << " packets" << std::endl;

@@ -125,9 +125,10 @@ class Link {
   Nanos probe_at() const {
     if (in_flight_ == 0) return kNever;
     const Nanos trip = rate.smooth_trip() > 0 ? rate.smooth_trip() : kFirstTrip;
-    Nanos patience = 3 * trip / 2 + 4 * rate.trip_spread() + kScheduler;
-    for (int i = 1; i < num_probes_ && patience < kMostPatience; ++i) patience += patience / 2;
-    return heard_or_sent_at_ + (patience < kMostPatience ? patience : kMostPatience);
+    const Nanos patience = 3 * trip / 2 + 4 * rate.trip_spread() + kScheduler;
+    // Less and less often: a cut is noticed to be over an eighth of its length later.
+    const Nanos silence = heard_or_sent_at_ - waiting_since_;
+    return heard_or_sent_at_ + std::max(patience, std::min(silence / 8, kMostPatience));
   }
 
   template <typename Lost>
