@@ -93,7 +93,8 @@ def reduce_lossy(rows: Tensor, rule: Rule, faults: Faults, *, exchange: str) -> 
         filled.append(shard.clone())
         if lost.any():
             fill_holes(filled[-1], Holes(lost.to(torch.uint8), block_numel), rule, own=own)
-    return loft.aggregate(torch.cat(filled, dim=1)[:, :numel], rule)
+    result: Tensor = loft.aggregate(torch.cat(filled, dim=1)[:, :numel], rule)
+    return result
 
 
 def simulated(defence: str, attack: str, loss: float) -> list[float]:

@@ -43,8 +43,11 @@ def address_of(host: str) -> str:
 
 
 @contextmanager
-def lose(testbed: Testbed, host: str, matches: Sequence[str]) -> Iterator[None]:
-    """Lose what comes in at a host over TCP, and is as one of ``tc``'s u32 matches says."""
+def lose(testbed: Testbed, host: str, matches: Sequence[str], protocol: int = 6) -> Iterator[None]:
+    """Lose what comes in at a host over TCP, and is as one of ``tc``'s u32 matches says.
+
+    ``protocol`` is that of IP: 17 is UDP.
+    """
     ip = ["ip", "-n", f"{testbed.name}-{host}", "link"]
     tc = ["tc", "-n", f"{testbed.name}-{host}"]
     # A cable without an end swallows it.
@@ -52,7 +55,7 @@ def lose(testbed: Testbed, host: str, matches: Sequence[str]) -> Iterator[None]:
     run([*ip, "set", "nowhere", "up"])
     run([*tc, "qdisc", "add", "dev", "eth0", "clsact"])
     for match in matches:
-        filtered = f"ingress protocol ip u32 match ip protocol 6 0xff {match}"
+        filtered = f"ingress protocol ip u32 match ip protocol {protocol} 0xff {match}"
         action = "action mirred egress redirect dev nowhere"
         run([*tc, "filter", "add", "dev", "eth0", *filtered.split(), *action.split()])
     try:

@@ -3,7 +3,7 @@
 It goes on until FOLDER/stop exists. Rank 0 writes to FOLDER/place where the heartbeat listens, once
 all ranks train. With "hold" rank 1 holds the Python interpreter for 16 s at step 5, as some calls
 do. With "torch" ranks train under DDP, on ``torch.distributed``, with "attached" by Horovod's own
-optimizer, else by ours.
+optimizer, else by ours. With "tolerant" and "torch-tolerant" rows travel by datagrams.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write_place(folder: Path, world: str) -> None:
 
 def begin(folder: Path, what: str) -> int:
     """Join the ranks; returns this one's number."""
-    if what != "torch":
+    if not what.startswith("torch"):
         hvd.init()
         return int(hvd.rank())
     rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
@@ -54,15 +54,18 @@ def begin(folder: Path, what: str) -> int:
 def make_training(what: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    if what == "torch":
+    gather = loft.LossTolerant() if what.endswith("tolerant") else None
+    if what.startswith("torch"):
         wrapped = DistributedDataParallel(model)
-        wrapped.register_comm_hook(None, loft.ddp_hook(loft.Median()))
+        wrapped.register_comm_hook(None, loft.ddp_hook(loft.Median(), gather=gather))
         return wrapped, optimizer
     if what == "attached":
         theirs = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         loft.attach(theirs, loft.Balancer(16 * hvd.size(), "report"))
         return model, theirs
-    ours = loft.DistributedOptimizer(optimizer, model.named_parameters(), rule=loft.Median())
+    ours = loft.DistributedOptimizer(
+        optimizer, model.named_parameters(), rule=loft.Median(), gather=gather
+    )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     return model, ours
 
@@ -83,7 +86,7 @@ def main(folder: Path, what: str) -> None:
         optimizer.step()
         time.sleep(STEP_S)
         if step == 5 and rank == 0:
-            write_place(folder, "torch.0.1.2" if what == "torch" else "horovod.0")
+            write_place(folder, "torch.0.1.2" if what.startswith("torch") else "horovod.0")
         if step == 5 and rank == 1 and what == "hold":
             print("holds the interpreter", flush=True)
             ctypes.PyDLL(None).sleep(HOLD_S)  # unlike CDLL, PyDLL keeps the interpreter's lock
