@@ -513,7 +513,6 @@ void check_late_rank() {
   for (const double lost : {0.0, 0.01}) {
     NetworkSettings settings;
     settings.lost = lost;
-    settings.queue_bytes = 10e6;  // none overflows
     Trial trial(1, 4, settings);
     constexpr int kExchanges = 20, kBlocks = 300;
     for (uint64_t operation = 1; operation <= kExchanges; ++operation) {
