@@ -11,5 +11,10 @@ target_link_libraries(loft_datagram PUBLIC loft_options OpenSSL::Crypto Threads:
 pybind11_add_module(_loft_datagram MODULE csrc/datagram/bind_datagram.cpp)
 target_link_libraries(_loft_datagram PRIVATE loft_datagram loft_options)
 # As those of checks.cmake.
-add_executable(check_datagram EXCLUDE_FROM_ALL csrc/checks/check_datagram.cpp)
-target_link_libraries(check_datagram PRIVATE loft_datagram loft_options)
+foreach(check IN ITEMS datagram port)
+  add_executable(check_${check} EXCLUDE_FROM_ALL csrc/checks/check_${check}.cpp)
+  target_link_libraries(check_${check} PRIVATE loft_datagram loft_options)
+endforeach()
+if(LOFT_SANITIZE)  # as check_cpu, at a third of the time
+  target_compile_options(check_datagram PRIVATE -O2)
+endif()

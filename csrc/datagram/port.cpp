@@ -17,6 +17,7 @@
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "process/threads.h"
 
@@ -162,18 +163,20 @@ void Port::connect(const std::vector<std::pair<std::string, int>>& peers) {
 }
 
 void Port::close() {
-  if (socket_ < 0) return;
-  if (getpid() != owner_) {  // in a fork the thread stayed behind
+  const bool is_fork = getpid() != owner_;  // its thread stayed behind, with the lock perhaps
+  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+  if (is_fork) {
     (void)thread_.release();
-  } else if (thread_) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      is_stopped_ = true;
-    }
+  } else {
+    lock.lock();
+    if (std::exchange(is_stopped_, true)) return;
     wake();
-    thread_->join();
+    lock.unlock();
+    if (thread_) thread_->join();
     thread_.reset();
+    lock.lock();  // others may still ask; these numbers are soon those of other files
   }
+  if (socket_ < 0) return;
   ::close(socket_);
   ::close(event_);
   if (listener_ >= 0) ::close(listener_);
@@ -184,7 +187,7 @@ void Port::close() {
 
 void Port::wake() {
   const uint64_t one = 1;
-  (void)!write(event_, &one, sizeof one);
+  if (event_ >= 0) (void)!write(event_, &one, sizeof one);
 }
 
 void Port::set_codec(const PacketCodec& codec, bool sends) {
@@ -198,10 +201,8 @@ void Port::expect(const Exchange& exchange) {
 }
 
 void Port::begin(const Exchange& exchange) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    endpoint_.begin(now(), exchange);
-  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  endpoint_.begin(now(), exchange);
   wake();
 }
 

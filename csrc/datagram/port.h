@@ -75,7 +75,7 @@ class Port {
   void accept_tunnels(Nanos at);
   void serve_tunnels(Nanos at);
   int who_sealed(uint32_t address, const unsigned char* packet, int num_bytes);
-  void wake();
+  void wake();  // with the lock held
 
   const PortSettings settings_;
   int socket_ = -1, event_ = -1, number_ = 0;
@@ -95,7 +95,7 @@ class Port {
   std::vector<Caller> callers_;
   Nanos looked_at_ = 0;
   PortCounts counts_;
-  bool is_stopped_ = false, is_awake_ = true;
+  bool is_stopped_ = false;
   int owner_;  // process
   std::unique_ptr<std::thread> thread_;
 };
