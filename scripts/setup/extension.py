@@ -95,7 +95,7 @@ def extension_build(
     stamp = environment.stamps / "extension"
     before, _, built = read_stamp(stamp).rpartition(" ")
     # The file is looked for as well: `make clean` and `git clean` remove it and leave the stamp.
-    has_file = any((root / "loft_hvd").glob(f"_loft*{facts.abi}*"))
+    has_file = any((root / "loft_hvd").glob(f"_loft.{facts.abi}*"))
     if has_file and "loft-hvd" in facts.dists and before == key and has_levels(built, wanted):
         say("setup: loft_hvd and its extension are built")
         yield ExtensionBuild(stamp, "", None)
