@@ -9,6 +9,7 @@
 #include <cmath>
 #include <map>
 #include <numeric>
+#include <stdexcept>
 
 #include "checks/plain.h"
 #include "checks/simulated_network.h"
@@ -464,6 +465,26 @@ void check_clean_worlds(int num_exchanges) {
   }
 }
 
+// Rows that came early lie where they were expected: who begins with other rooms is told.
+void check_other_rooms() {
+  Endpoint endpoint(0, 2, 7, 0);
+  char values[10] = {}, room[10] = {};
+  Exchange exchange;
+  exchange.operation = 1;
+  exchange.num_bytes = sizeof room;
+  exchange.sends = {nullptr, values};
+  exchange.rooms = {nullptr, nullptr};
+  endpoint.expect(kSecond, exchange);
+  exchange.rooms[1] = room;
+  bool is_refused = false;
+  try {
+    endpoint.begin(kSecond, exchange);
+  } catch (const std::invalid_argument&) {
+    is_refused = true;
+  }
+  expect(is_refused, "an exchange begins with other rooms than were expected");
+}
+
 // What is remembered of exchanges that are over does not grow with their number.
 void check_memory() {
   NetworkSettings settings;
@@ -513,6 +534,7 @@ void check_late_rank() {
   for (const double lost : {0.0, 0.01}) {
     NetworkSettings settings;
     settings.lost = lost;
+    settings.queue_bytes = 10e6;  // none overflows
     Trial trial(1, 4, settings);
     constexpr int kExchanges = 20, kBlocks = 300;
     for (uint64_t operation = 1; operation <= kExchanges; ++operation) {
@@ -633,6 +655,7 @@ int main(int argc, char** argv) {
     return report("datagrams");
   }
   check_clean_worlds(static_cast<int>(num_packets / 100));
+  check_other_rooms();
   check_memory();
   check_late_rank();
   check_slow_host();

@@ -15,7 +15,7 @@ namespace {
 // Operations that are over and still known, so that what comes late is not taken for early.
 constexpr size_t kMostFinished = 8192;
 // Data that has come before this rank has said where to write it to.
-constexpr uint64_t kMostStashed = 32 << 20, kStashedBytes = 64;
+constexpr uint64_t kMostStashed = 32 << 20, kStashedBytes = 256;  // and of each packet's place
 // Packets of one link that go one after the other: what goes in so long, up to what one call of the
 // kernel takes (GSO: 64 KiB).
 constexpr Nanos kTurn = 200 * kMicro;
@@ -91,8 +91,8 @@ void Endpoint::begin(Nanos now, const Exchange& exchange) {
     throw std::invalid_argument("counts are by rank, and what is critical by rank and block");
   }
   Operation& operation = prepared(exchange);
-  if (operation.what.num_bytes != exchange.num_bytes) {
-    throw std::invalid_argument("an exchange has other bytes than were expected");
+  if (operation.what.num_bytes != exchange.num_bytes || operation.what.rooms != exchange.rooms) {
+    throw std::invalid_argument("an exchange has other bytes or rooms than were expected");
   }
   operation.what = exchange;
   operation.is_begun = true;
@@ -139,7 +139,7 @@ void Endpoint::begin(Nanos now, const Exchange& exchange) {
 void Endpoint::unstash(Nanos now, uint64_t number) {
   const auto found = stash_.find(number);
   if (found == stash_.end()) return;
-  std::deque<Stashed> early = std::move(found->second);
+  std::vector<Stashed> early = std::move(found->second);
   stash_.erase(found);
   Operation& operation = *operations_.at(number);
   for (Stashed& each : early) {
@@ -282,11 +282,11 @@ bool Endpoint::received(Nanos now, int peer, const Header& header, const unsigne
   return true;
 }
 
-bool Endpoint::take_control(Nanos now, int peer, Operation& operation, const Header& header,
+void Endpoint::take_control(Nanos now, int peer, Operation& operation, const Header& header,
                             const unsigned char* payload, int num_bytes) {
   if (header.kind == Kind::kStart) {
     uint64_t theirs = 0;
-    if (num_bytes != sizeof theirs) return false;
+    if (num_bytes != sizeof theirs) return;
     std::memcpy(&theirs, payload, sizeof theirs);
     if (theirs != operation.what.num_bytes && operation.error.empty()) {
       operation.error = "rank " + std::to_string(peer) + " sends rows of " +
@@ -297,14 +297,11 @@ bool Endpoint::take_control(Nanos now, int peer, Operation& operation, const Hea
   } else if (header.kind == Kind::kEnd) {
     start_row(now, peer, operation);
     sent_all(now, peer, operation);
-  } else if (header.kind == Kind::kClose && operation.is_begun) {
+  } else if (header.kind == Kind::kClose && operation.is_begun) {  // else there is nothing to close
     Outgoing& out = operation.out[peer];
     out.is_closed = true;
     out.lost.clear();
-  } else if (header.kind == Kind::kClose) {  // of a row that this rank has not begun to send
-    stash(peer, header, payload, num_bytes);
   }
-  return true;
 }
 
 void Endpoint::measure_arrival(Nanos now, Way& way, int num_bytes) {
@@ -403,13 +400,15 @@ Nanos Endpoint::usual_end(int peer, const Operation& operation) const {
   return in.all_sent_at - in.started_at + ways_[peer].link.rate.shortest_trip() / 8;
 }
 
-bool Endpoint::may_give_up(const Operation& operation, int peer) const {
+// Asked for each packet that comes: one block that is needed says no until it is there.
+bool Endpoint::may_give_up(Operation& operation, int peer) const {
   const Exchange& what = operation.what;
   if (!what.counts.empty() && !what.counts[peer]) return true;
-  const Incoming& in = operation.in[peer];
+  Incoming& in = operation.in[peer];
   const auto most_missing = static_cast<uint32_t>(std::max(0, what.most_missing));
-  for (uint32_t block = 0; block < operation.num_blocks; ++block) {
-    if (!in.has[block] && operation.num_missing[block] >= most_missing) return false;
+  for (uint32_t looked = 0; looked < operation.num_blocks; ++looked) {
+    if (!in.has[in.needed] && operation.num_missing[in.needed] >= most_missing) return false;
+    in.needed = (in.needed + 1) % operation.num_blocks;
   }
   return true;
 }

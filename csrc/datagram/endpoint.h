@@ -114,6 +114,7 @@ class Endpoint {
     std::vector<uint8_t> has;  // by block; empty where nothing comes
     uint32_t num_has = 0, num_critical_left = 0;
     uint32_t num_at_first = 0;  // of these as every block had been sent once
+    uint32_t needed = 0;        // a block that is missing and must come, as was last found
     Nanos started_at = -1, all_sent_at = -1;
     Nanos usual = 0;
     bool is_closed = false;
@@ -159,7 +160,7 @@ class Endpoint {
   Operation& prepared(const Exchange& exchange);
   bool stash(int peer, const Header& header, const unsigned char* payload, int num_bytes);
   void unstash(Nanos now, uint64_t operation);
-  bool take_control(Nanos now, int peer, Operation& operation, const Header& header,
+  void take_control(Nanos now, int peer, Operation& operation, const Header& header,
                     const unsigned char* payload, int num_bytes);
   void take_data(Nanos now, int peer, Operation& operation, const Header& header,
                  const unsigned char* payload, int num_bytes);
@@ -167,7 +168,7 @@ class Endpoint {
   void start_row(Nanos now, int peer, Operation& operation);
   void sent_all(Nanos now, int peer, Operation& operation);
   void try_to_close(Nanos now, int peer, Operation& operation);
-  bool may_give_up(const Operation& operation, int peer) const;
+  bool may_give_up(Operation& operation, int peer) const;
   void close_row(int peer, Operation& operation);
   Nanos close_at(int peer, const Operation& operation) const;
   Nanos usual_end(int peer, const Operation& operation) const;
@@ -198,7 +199,7 @@ class Endpoint {
   std::list<uint64_t> order_;  // of those begun: as they are sent
   std::unordered_set<uint64_t> finished_;
   std::deque<uint64_t> finished_order_;
-  std::unordered_map<uint64_t, std::deque<Stashed>> stash_;
+  std::unordered_map<uint64_t, std::vector<Stashed>> stash_;
   uint64_t stashed_bytes_ = 0;
   std::vector<uint64_t> released_;
   int turn_ = 0;        // whose turn to send it is
