@@ -463,13 +463,18 @@ class LocalTransport:
         self._world = world
         self.world_rank = rank  # in the whole world, where ``rank`` counts within the members
         self.members = tuple(range(world.world_size)) if members is None else members
-        self.can = Abilities(open_lossy=functools.partial(_open_lossy, world, rank, self.members))
         self.rank = self.members.index(rank)
         self.world_size = len(self.members)
         node = rank // world.ranks_per_node
         self.node = f"node{node}"
         first = node * world.ranks_per_node
         self.local_size = min(world.ranks_per_node, world.world_size - first)  # the last has less
+
+    @functools.cached_property
+    def can(self) -> Abilities:
+        """What these ranks can; see ``Transport``."""
+        opens = functools.partial(_open_lossy, self._world, self.world_rank, self.members)
+        return Abilities(open_lossy=opens)
 
     def subset(self, parts: Sequence[tuple[int, ...]]) -> LocalTransport:
         """Return the ranks of this rank's part."""

@@ -57,6 +57,7 @@ from loft_hvd.report.page import render_page
 from loft_hvd.report.text import render_text
 from loft_hvd.runlog import RunLog, read_run_log
 from loft_hvd.simulate.scenario import read_scenario, scenario_from_dict
+from loft_hvd.transport.datagram import LinkLosses
 from loft_hvd.transport.local import LocalWorld
 from tests.faults.damage import damaged_bytes, damaged_text, damaged_value
 
@@ -146,6 +147,8 @@ def sample_log(folder: Path) -> bytes:
     log.write("not_finite", found=asdict(NotFinite(7, (1,), 3, "0.weight", is_nan=True)))
     log.write("cap", rank=1, device="host/1", cap=12, size=16, source="probe")
     log.write("fault", error="PeerError", text="rank 1 went")
+    lossy = LinkLosses(peer=1, address="10.0.0.1:5100/udp", packets_sent=900, packets_lost=90)
+    log.write("links", since=0, seconds=5.0, rank=0, num_links=1, links=[asdict(lossy)])
     log.write("thinned", num_lines=3)
     assert log.path is not None
     text = log.path.read_bytes()

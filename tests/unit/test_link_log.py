@@ -276,9 +276,6 @@ class Ends(LocalTransport):
         assert not self.has_ended, "Horovod has not been initialized"
         return Abilities()
 
-    @can.setter
-    def can(self, _: Abilities) -> None: ...
-
 
 def test_explain_needs_no_engine_for_links() -> None:
     transport = Ends(LocalWorld(1), 0)
