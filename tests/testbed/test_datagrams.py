@@ -60,7 +60,9 @@ def test_a_rank_that_fails_is_named_and_every_process_ends(
         testbed.tell("signal", "host1", "KILL")  # it stays as it is
     assert "datagrams between ranks: at least" in done.output
     assert done.returncode not in (0, None), done.output[-9000:]
-    assert re.search(r"rank 1 \(process \d+ on host1\)", done.output), done.output
+    # By the heartbeat; or by Gloo, where the script's own all-reduce was under way.
+    named = r"rank 1 \(process \d+ on host1\)|to or from rank 1:"
+    assert re.search(named, done.output), done.output
     assert done.ended_at - failed_at <= MOST_S + LOADED_S, done.output[-9000:]
 
 
