@@ -267,7 +267,10 @@ bool Endpoint::received(Nanos now, int peer, const Header& header, const unsigne
     const bool is_early = found == operations_.end();
     if (is_early) {
       // Not acknowledged where there is no room: its sender sends it again.
-      if (!stash(peer, header, payload, num_bytes)) return false;
+      if (!stash(peer, header, payload, num_bytes)) {
+        way.link.answer(now);
+        return false;
+      }
     } else if (header.kind == Kind::kData) {
       take_data(now, peer, *found->second, header, payload, num_bytes);
       try_to_close(now, peer, *found->second);

@@ -168,7 +168,12 @@ class Link {
       const uint64_t at = highest_ - number - 1;
       window_[at / 64] |= uint64_t{1} << (at % 64);
     }
-    if (!wants_ack) return;
+    if (wants_ack) answer(now);
+  }
+
+  // Has an acknowledgement sent; also where a packet has not been taken, as there is no room: its
+  // sender keeps it, and hears that this rank is there.
+  void answer(Nanos now) {
     if (num_unacknowledged_++ == 0) oldest_unacknowledged_at_ = now;
   }
 
