@@ -26,6 +26,17 @@ std::vector<uint8_t> bytes_of(const py::bytes& values) {
   return {text.begin(), text.end()};
 }
 
+Exchange exchange_of(uint64_t operation, const std::vector<uintptr_t>& sends,
+                     const std::vector<uintptr_t>& rooms, uint64_t num_bytes, int dtype) {
+  Exchange exchange;
+  exchange.operation = operation;
+  exchange.sends = pointers<const char*>(sends);
+  exchange.rooms = pointers<char*>(rooms);
+  exchange.num_bytes = num_bytes;
+  exchange.dtype = dtype;
+  return exchange;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_loft_datagram, module) {
@@ -79,11 +90,7 @@ PYBIND11_MODULE(_loft_datagram, module) {
           "expect",
           [](Port& port, uint64_t operation, const std::vector<uintptr_t>& rooms,
              uint64_t num_bytes, int dtype) {
-            Exchange exchange;
-            exchange.operation = operation;
-            exchange.rooms = pointers<char*>(rooms);
-            exchange.num_bytes = num_bytes;
-            exchange.dtype = dtype;
+            const Exchange exchange = exchange_of(operation, {}, rooms, num_bytes, dtype);
             const Unlocked release;
             port.expect(exchange);
           },
@@ -93,12 +100,7 @@ PYBIND11_MODULE(_loft_datagram, module) {
           "begin",
           [](Port& port, uint64_t operation, const std::vector<uintptr_t>& sends,
              const std::vector<uintptr_t>& rooms, uint64_t num_bytes, int dtype, bool copies) {
-            Exchange exchange;
-            exchange.operation = operation;
-            exchange.sends = pointers<const char*>(sends);
-            exchange.rooms = pointers<char*>(rooms);
-            exchange.num_bytes = num_bytes;
-            exchange.dtype = dtype;
+            Exchange exchange = exchange_of(operation, sends, rooms, num_bytes, dtype);
             exchange.copies = copies;
             const Unlocked release;
             port.begin(exchange);
@@ -110,12 +112,7 @@ PYBIND11_MODULE(_loft_datagram, module) {
           [](Port& port, uint64_t operation, const std::vector<uintptr_t>& sends,
              const std::vector<uintptr_t>& rooms, uint64_t num_bytes, int dtype, int most_missing,
              const py::bytes& counts, const py::bytes& critical, double enough, double slack_s) {
-            Exchange exchange;
-            exchange.operation = operation;
-            exchange.sends = pointers<const char*>(sends);
-            exchange.rooms = pointers<char*>(rooms);
-            exchange.num_bytes = num_bytes;
-            exchange.dtype = dtype;
+            Exchange exchange = exchange_of(operation, sends, rooms, num_bytes, dtype);
             exchange.is_tolerant = exchange.lingers = true;
             exchange.most_missing = most_missing;
             exchange.counts = bytes_of(counts);
