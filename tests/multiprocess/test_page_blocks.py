@@ -178,6 +178,17 @@ _SCRIPTS = {
             "            loss_fn(model(x), y).backward()\n"
         },
     ),
+    "links.md": Script(
+        num_ranks=4,
+        around={
+            "optimizer = loft.DistributedOptimizer(": (
+                "model = torch.nn.Linear(8, 3)\n"
+                "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+                "loss_fn(model(dataset[:8][0]), dataset[:8][1]).backward()\noptimizer.step()\n"
+                "assert model.weight.isfinite().all()\n",
+            ),
+        },
+    ),
     "report.md": Script(
         around={
             "optimizer.log_scalars(loss=loss, lr=0.1)  # or balancer.log_scalars(...)": (
@@ -298,10 +309,10 @@ def _write_script(page: str, folder: Path) -> Path:
     return file
 
 
-# One process goes through all pages for one rank: torch's import is most of what one takes.
+# One job goes through all pages for its number of ranks: torch's import is most of what one takes.
 _TOGETHER = [
-    [page for page, script in _SCRIPTS.items() if script.num_ranks == 1],
-    *([page] for page, script in _SCRIPTS.items() if script.num_ranks > 1),
+    [page for page, script in _SCRIPTS.items() if script.num_ranks == num_ranks]
+    for num_ranks in sorted({script.num_ranks for script in _SCRIPTS.values()})
 ]
 
 
