@@ -19,6 +19,8 @@ constexpr uint64_t kMostStashed = 32 << 20, kStashedBytes = 256;  // and of each
 // Packets of one link that go one after the other: what goes in so long, up to what one call of the
 // kernel takes (GSO: 64 KiB).
 constexpr Nanos kTurn = 200 * kMicro;
+constexpr Nanos kShortestRest = 50 * kMicro, kLongestRest = kMilli;
+constexpr int kRests = 64;  // of a round trip
 constexpr double kTurnBytes = 32 * kPacketBytes;
 constexpr uint32_t kSmallBlocks = 4;
 constexpr Nanos kShortLink = 5 * kMilli, kShortSlack = 30 * kMilli, kLongSlack = 100 * kMilli;
@@ -548,6 +550,14 @@ Nanos Endpoint::wake_at(Nanos now) const {
   return at;
 }
 
+Nanos Endpoint::rest() const {
+  Nanos trip = kLongestRest * kRests;
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    if (peer != rank_) trip = std::min(trip, ways_[peer].link.rate.shortest_trip());
+  }
+  return trip / kRests < kShortestRest ? 0 : trip / kRests;
+}
+
 bool Endpoint::has_to_send(int peer) const {
   if (!ways_[peer].controls.empty()) return true;
   return std::any_of(order_.begin(), order_.end(), [&](uint64_t number) {
@@ -680,7 +690,7 @@ void Endpoint::fill(Nanos now, int peer, Kind kind, uint64_t operation, uint32_t
     in_flight_ += bytes;
     const double pace = all_.pace();
     const bool is_limited = most_bytes_per_s_ > 0 && (pace <= 0 || most_bytes_per_s_ < pace);
-    next_at_ = Rate::after(now, next_at_, bytes, is_limited ? most_bytes_per_s_ : pace);
+    next_at_ = all_.after(now, next_at_, bytes, is_limited ? most_bytes_per_s_ : pace);
   }
   out->peer = peer;
   out->header = {kVersion,  kind,  flags, static_cast<uint8_t>(rank_), world_, number,

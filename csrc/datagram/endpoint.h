@@ -91,6 +91,8 @@ class Endpoint {
   bool next(Nanos now, Outbound* out);
   // When the next call of `turn` or `next` is due.
   Nanos wake_at(Nanos now) const;
+  // How long packets may be left to gather: little beside a round trip.
+  Nanos rest() const;
 
   LinkState state(int peer) const;
   // The peers that have acknowledged nothing for so long of what was sent to them.

@@ -78,6 +78,7 @@ struct Port::Batch {
   std::array<int, kPackets> lengths, peers;
   std::vector<unsigned char> received = std::vector<unsigned char>(kReceives * kReceiveBytes);
   unsigned char opened[kReceiveBytes];
+  bool has_caller = false;  // somebody connects
   std::vector<pollfd> ready;
 };
 
@@ -250,7 +251,7 @@ std::vector<int> Port::tunnelled() {
 void Port::run() {
   Nanos last = now();
   while (true) {
-    Nanos until = 0;
+    Nanos until = 0, rest = 0;
     bool is_full = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -259,7 +260,7 @@ void Port::run() {
       if (at - last > kPause) endpoint_.paused(at - last);
       receive();
       look_for_silence(at);
-      accept_tunnels(at);
+      if (batch_->has_caller) accept_tunnels(at);
       serve_tunnels(at);
       endpoint_.turn(now());
       is_full = !send();
@@ -269,14 +270,21 @@ void Port::run() {
         endpoint_.hold(static_cast<int>(peer), tunnel && tunnel->is_full());
       }
       until = endpoint_.wake_at(now());
+      rest = endpoint_.rest();
       last = now();
     }
-    wait(until, is_full);
+    wait(until, rest, is_full);
   }
 }
 
-void Port::wait(Nanos until, bool is_full) {
+void Port::wait(Nanos until, Nanos rest, bool is_full) {
   std::vector<pollfd>& ready = batch_->ready;
+  // What comes, and what is due, in the next moment is dealt with in one go.
+  if (rest > 0) {
+    ready.assign({{event_, POLLIN, 0}});
+    const timespec limit{0, std::min<Nanos>(rest, kSecond / 2)};
+    (void)ppoll(ready.data(), ready.size(), &limit, nullptr);
+  }
   ready.assign({{socket_, static_cast<short>(is_full ? POLLIN | POLLOUT : POLLIN), 0},
                 {event_, POLLIN, 0},
                 {listener_, POLLIN, 0}});  // -1 is passed over
@@ -291,6 +299,7 @@ void Port::wait(Nanos until, bool is_full) {
   (void)ppoll(ready.data(), ready.size(), &limit, nullptr);
   uint64_t count = 0;
   if (ready[1].revents & POLLIN) (void)!read(event_, &count, sizeof count);
+  batch_->has_caller = ready[2].revents & POLLIN;
 }
 
 // --- where UDP does not pass

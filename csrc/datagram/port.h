@@ -69,7 +69,7 @@ class Port {
   void take(int peer, const unsigned char* packet, int num_bytes, Nanos at);
   int peer_of(const sockaddr_in& from) const;
   bool send();  // whether all that was due is sent
-  void wait(Nanos until, bool is_full);
+  void wait(Nanos until, Nanos rest, bool is_full);
   void look_for_silence(Nanos at);
   void open_tunnel(int peer);
   void accept_tunnels(Nanos at);

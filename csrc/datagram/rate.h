@@ -149,9 +149,10 @@ class Rate {
   // When the next packet may go after one of so many bytes, which might have gone at `due`. Time
   // that was not used is not made up for, but for a little: timers are late.
   Nanos after(Nanos now, Nanos due, int bytes) const { return after(now, due, bytes, pace()); }
-  static Nanos after(Nanos now, Nanos due, int bytes, double pace) {
+  Nanos after(Nanos now, Nanos due, int bytes, double pace) const {
     if (pace <= 0) return due;
-    return std::max(due, now - kLate) + static_cast<Nanos>(bytes / pace * kSecond);
+    const Nanos late = std::clamp(shortest_trip_ / 16, kLate, kLatest);
+    return std::max(due, now - late) + static_cast<Nanos>(bytes / pace * kSecond);
   }
 
   // The most bytes to have under way on a link, where all may have `all_bytes_per_s`.
@@ -171,7 +172,8 @@ class Rate {
   static constexpr int kTelling = 3;                       // rounds
   static constexpr double kLower = 0.8;  // at most in one go: what is measured may be too little
   static constexpr int kFewestPackets = 16, kFewestMeasured = 8, kRounds = 10;
-  static constexpr Nanos kLate = kMilli, kShortest = kMilli, kRemembered = kSecond;
+  static constexpr Nanos kLate = kMilli, kLatest = 4 * kMilli, kShortest = kMilli,
+                         kRemembered = kSecond;
   // BBR's least window of four packets, in a round trip that has a timer's inaccuracy in it.
   static constexpr double kLeastPackets = 4;
   static constexpr Nanos kLeastIn = 20 * kMilli;
