@@ -37,6 +37,7 @@ from loft_hvd.aggregation.rules import (
     Rule,
     TrimmedMean,
 )
+from loft_hvd.aggregation.states import aggregate_states, diagnose_states
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policies import Replay
@@ -105,6 +106,7 @@ __all__ = [
     "TarShards",
     "TrimmedMean",
     "aggregate",
+    "aggregate_states",
     "allreduce",
     "allreduce_async",
     "attach",
@@ -112,6 +114,7 @@ __all__ = [
     "average",
     "ddp_hook",
     "diagnose",
+    "diagnose_states",
     "elastic",
     "lightning_callback",
     "mean",

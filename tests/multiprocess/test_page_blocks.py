@@ -226,6 +226,14 @@ _SCRIPTS = {
             ),
         },
     ),
+    "federated.md": Script(
+        around={
+            "model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))": (
+                "",
+                "assert all(torch.allclose(state[key], states[0][key]) for key in states[0])\n",
+            ),
+        },
+    ),
     "store.md": Script(
         around={
             "store = loft.SampleStore(dataset, memory_bytes=8 * 2**30)": (
@@ -238,6 +246,11 @@ _SCRIPTS = {
 """By page."""
 # Where the blocks are run that are not run here, by the block's first line.
 _ELSEWHERE = {
+    "federated.md": {
+        "from flwr.app import ArrayRecord": (
+            "../property/test_flower.py::test_rounds_of_flower_survive_the_client_with_most_samples"
+        ),
+    },
     "README.md": {
         'loft.attach(optimizer, loft.Balancer(64 * hvd.size(), "report", log_dir="runs"))': (
             "test_readme.py::test_the_two_lines_report_on_plain_horovod"
@@ -298,9 +311,8 @@ def _write_script(page: str, folder: Path) -> Path:
     own = file.with_suffix("")
     own.mkdir()
     parts = [f"import os\nos.chdir({str(own)!r})\n", script.head]
-    for first_line, text in blocks.items():
-        before, check = script.around[first_line]
-        parts += [before, text, check]
+    for first_line, (before, check) in script.around.items():
+        parts += [before, blocks[first_line], check]
     body = "\n".join(parts)
     for words, here in script.as_here.items():
         assert words in body, words

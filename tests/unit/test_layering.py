@@ -48,6 +48,7 @@ _LAYERS = {
     "aggregation/ops.py": 2,
     "aggregation/reference.py": 2,
     "aggregation/row_rules.py": 1,
+    "aggregation/states.py": 2,
     "aggregation/rule_text.py": 1,
     "transport/__init__.py": 0,
     "transport/addresses.py": 0,
