@@ -275,7 +275,12 @@ class _FieldReader:
         }
         unknown = set() if self.is_open else set(value) - set(names)
         if needed - set(value) or unknown:
-            raise self.refusal(where, f"keys {names}", sorted(str(key) for key in value))
+            missing, odd = sorted(needed - set(value)), sorted(map(str, unknown))
+            told = f"{missing} are missing" if missing else f"{_show(odd)} are none of them"
+            raise ArgumentError(
+                f"{self.call}: {where} needs keys {names}, but got "
+                f"{_show(sorted(map(str, value)))}: {told}; {self.advice}"
+            )
         # In the order of the fields: those before give the names of shapes their numbers.
         made = {
             name: self.read(hints[name], value[name], f"{where}.{name}", sizes)

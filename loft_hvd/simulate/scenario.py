@@ -6,7 +6,6 @@ is an error that names it.
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import reprlib
@@ -21,7 +20,8 @@ import numpy.typing as npt
 
 from loft_hvd.balance.plan import MIN_BATCH
 from loft_hvd.balance.policies import POLICIES
-from loft_hvd.errors import ArgumentError, MissingDependencyError
+from loft_hvd.errors import ArgumentError
+from loft_hvd.toml import read_toml
 
 __all__ = [
     "Event",
@@ -46,7 +46,6 @@ _EVENT_CHOICES = {
 # Limits of a run on one machine: arrays of some hundred MB. Real numbers stay below what a product
 # of three cannot hold.
 _MOST_RANKS, _MOST_STEPS, _MOST_SAMPLES, _MOST = 100_000, 10_000_000, 100_000_000, 1e100
-_MOST_BYTES = 1_000_000  # of a scenario file; a list of numbers for 10,000 ranks takes a tenth
 
 
 @dataclass(frozen=True)
@@ -316,29 +315,9 @@ def read_scenario(path: str | os.PathLike[str]) -> Scenario:
         ArgumentError: it is not TOML, or not of the schema.
         OSError: it cannot be read.
     """
-    toml = _toml_reader()
     if not os.path.exists(path):
         path = shipped_scenarios().get(os.fspath(path), path)
-    with open(path, "rb") as file:
-        text = file.read(_MOST_BYTES + 1)
-    try:
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"more than {_MOST_BYTES} bytes")
-        content = toml.loads(text.decode().replace("\r\n", "\n"))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
-        raise ArgumentError(f"scenario {os.fspath(path)}: not TOML: {error}") from error
-    return scenario_from_dict(content, where=os.fspath(path))
-
-
-def _toml_reader() -> Any:
-    for name in ("tomllib", "tomli"):  # in Python from 3.11 on; a package before
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise MissingDependencyError(
-        "reading a scenario needs Python 3.11, or the tomli package: pip install tomli"
-    )
+    return scenario_from_dict(read_toml(path, what="scenario"), where=os.fspath(path))
 
 
 def scenario_from_dict(content: Mapping[str, Any], *, where: str = "scenario") -> Scenario:

@@ -1,0 +1,1 @@
+"""Which hosts a job should take, with what sizes: from measured models to a line to paste."""

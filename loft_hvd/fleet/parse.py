@@ -1,0 +1,50 @@
+"""``cluster.toml`` and ``jobs.toml``: read, checked, and checked against each other."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+from loft_hvd.codec import decode
+from loft_hvd.errors import ArgumentError, DataError
+from loft_hvd.fleet.jobs import Fleet, Job, JobList
+from loft_hvd.toml import read_toml
+
+__all__ = ["read_cluster", "read_jobs"]
+
+T = TypeVar("T")
+_ADVICE = "docs/plan.md lists the keys"
+
+
+def read_cluster(path: str | os.PathLike[str]) -> Fleet:
+    """Read the machines.
+
+    Raises:
+        ArgumentError: it is not TOML, or not of the schema; names file, key, value and limit.
+    """
+    return _read(path, Fleet, "cluster")
+
+
+def read_jobs(path: str | os.PathLike[str], fleet: Fleet) -> dict[str, Job]:
+    """Read the jobs, by name, which must be able to run on the cluster.
+
+    Raises:
+        ArgumentError: as for ``read_cluster``; or a job names data that the cluster has not.
+    """
+    found = {job.name: job for job in _read(path, JobList, "jobs").jobs}
+    known = sorted(each.name for each in fleet.data)
+    for name, job in found.items():
+        if job.data is not None and job.data not in known:
+            raise ArgumentError(
+                f"{os.fspath(path)}: job {name!r} reads data={job.data!r}, but the cluster's "
+                f"[[data]] has {known}; name one of these, or add it there"
+            )
+    return found
+
+
+def _read(path: str | os.PathLike[str], kind: type[T], what: str) -> T:
+    try:
+        content = read_toml(path, what=what)
+    except OSError as error:
+        raise DataError(f"{what} file {os.fspath(path)!r} cannot be read ({error})") from error
+    return decode(kind, content, what=what, call=os.fspath(path), advice=_ADVICE)
