@@ -176,6 +176,46 @@ def _compare(num_clusters: int, *, seed: int, json_file: str | None) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _PlanFiles:
+    """What ``plan`` is to write beside what it prints."""
+
+    json_file: str | None
+    sizes_file: str | None
+    emit: str | None  # prints what starts the job, in place of the words
+    image: str | None
+
+
+def _plan(cluster: str, jobs: str, name: str | None, files: _PlanFiles, *, tries: bool) -> None:
+    """Print where a job should run, or what starts it there."""
+    from loft_hvd.fleet.emit import emit, first_sizes
+    from loft_hvd.fleet.parse import read_cluster, read_jobs
+    from loft_hvd.fleet.run import describe, plan_job, plan_table, to_dict
+
+    fleet = read_cluster(cluster)
+    known = read_jobs(jobs, fleet)
+    if name is None and len(known) > 1:
+        raise UsageError(f"plan: {jobs} has the jobs {sorted(known)}; name one with --job")
+    chosen = next(iter(known)) if name is None else name
+    if chosen not in known:
+        raise UsageError(f"plan: --job {chosen!r} is none of {sorted(known)} in {jobs}")
+    plan = plan_job(fleet, known[chosen], simulates=tries)
+    read = [cluster, jobs]
+    if files.sizes_file is not None:
+        _write("--sizes", files.sizes_file, first_sizes(plan), inputs=read)
+    if files.json_file is not None:
+        text = json.dumps(to_dict(plan), indent=1) + "\n"
+        _write("--json", files.json_file, text, inputs=read)
+    if files.emit is not None:
+        path = None if files.sizes_file is None else os.path.abspath(files.sizes_file)
+        print(emit(plan, files.emit, sizes=path, image=files.image), end="")
+        return
+    head, *rest = describe(plan)
+    print(printable(head))
+    _print_table(plan_table(plan), words=(0, 1, 2))
+    _print_text(printable("\n".join(rest)))
+
+
 def _report(log: str, *, html_file: str | None) -> None:
     """Print what a run log, or the newest of a folder, holds, or write it as a page."""
     path = newest_log(log)
@@ -474,6 +514,24 @@ def build_app() -> typer.Typer:
         if clusters:
             raise typer.Exit(_compare(clusters, seed=seed, json_file=json_file))
         raise typer.Exit(_simulate(scenario, json_file=json_file, plot_file=plot_file))
+
+    @app.command("plan")
+    def _plan_command(
+        cluster: str = typer.Argument(..., help="The machines, a TOML file (docs/plan.md)."),
+        jobs: str = typer.Argument(..., help="The jobs, a TOML file."),
+        job: str = typer.Option(None, help="Which job; needless where there is one."),
+        emit: str = typer.Option(
+            None, metavar="KIND", help="Print what starts it: horovodrun, mpirun, sbatch, mpijob."
+        ),
+        sizes: str = typer.Option(
+            None, metavar="FILE", help="Write first sizes, which the line then names."
+        ),
+        json_file: str = typer.Option(None, "--json", metavar="FILE", help="Write all of it."),
+        image: str = typer.Option(None, help="The container of an MPIJob."),
+        simulate: bool = typer.Option(True, help="Try the plan in the simulator."),
+    ) -> None:
+        """Say which hosts a job should take, with what sizes, and what each host is worth."""
+        _plan(cluster, jobs, job, _PlanFiles(json_file, sizes, emit, image), tries=simulate)
 
     arguments_argument = typer.Argument(None, metavar="ARGUMENTS", help="What it is given.")
 

@@ -40,7 +40,18 @@ from loft_hvd.errors import PlanError
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
 from loft_hvd.transport.compact import SLOW_BYTES_PER_S
 
-__all__ = ["HostRanks", "Layout", "Prediction", "Traffic", "exchange", "predict", "rough_s"]
+__all__ = [
+    "HostRanks",
+    "Layout",
+    "Prediction",
+    "ReadLink",
+    "Traffic",
+    "exchange",
+    "predict",
+    "read_link",
+    "rough_s",
+    "source_of",
+]
 
 # Bytes of a full Ethernet frame over those of values in it.
 FRAMES = 1514 / 1448
@@ -252,8 +263,36 @@ def source_of(fleet: Fleet, job: Job, layout: Layout) -> tuple[DataSet | None, b
     if data is None or data.source_bytes_per_s is None:
         return data, False
     at_server = layout.world_size / data.source_bytes_per_s
-    at_links = max(count / host.link_bytes_per_s for host, count in layout.hosts)
+    at_links = max(read_link(fleet, data, layout, host).byte_s for host, _ in layout.hosts)
     return data, at_server > at_links
+
+
+@dataclass(frozen=True)
+class ReadLink:
+    """The link that a host's ranks read samples over which are elsewhere."""
+
+    name: str
+    ranks: int  # that share it
+    bytes_per_s: float  # of such samples
+
+    @property
+    def byte_s(self) -> float:
+        """Seconds of a byte, while all of them read."""
+        return self.ranks / self.bytes_per_s
+
+
+def read_link(fleet: Fleet, data: DataSet, layout: Layout, host: Host) -> ReadLink:
+    """Return the slower of a host's own link and its rack's, for what is beyond the rack."""
+    ranks = {each.name: count for each, count in layout.hosts}
+    own = ReadLink(f"link of {host.name}", ranks[host.name], host.link_bytes_per_s)
+    uplink = fleet.rack_link(host.rack)
+    held = sum(data.share(each.name) for each in fleet.hosts if each.rack == host.rack)
+    elsewhere = 1.0 - data.share(host.name)
+    if math.isinf(uplink) or held >= 1.0 or not elsewhere:
+        return own
+    inside = sum(count for each, count in layout.hosts if each.rack == host.rack)
+    rack = ReadLink(f"link of rack {host.rack}", inside, uplink * elsewhere / (1.0 - held))
+    return max(own, rack, key=lambda each: each.byte_s)
 
 
 @dataclass(frozen=True)
@@ -283,13 +322,12 @@ def _work_of(fleet: Fleet, job: Job, layout: Layout, *, is_warm: bool) -> _OwnWo
         }
         # Once all of it is at some host, what is not at hand comes from peers.
         is_at_server = is_at_server and not (is_warm and sum(kept.values()) > 1.0 - 1e-6)
+        links = {host.name: read_link(fleet, data, layout, host) for host, _ in layout.hosts}
         for at, part in enumerate(layout.parts):
-            each = ranks[part.host.name]
             share = kept[part.host.name]
-            hits[at] = math.inf if share == 1.0 else total * share / each
-            link_s[at] = (
-                0.0 if is_at_server else (data.sample_bytes * each / part.host.link_bytes_per_s)
-            )
+            hits[at] = math.inf if share == 1.0 else total * share / ranks[part.host.name]
+            if not is_at_server:
+                link_s[at] = data.sample_bytes * links[part.host.name].byte_s
     count = np.array([part.count for part in layout.parts], dtype=np.float64)
     skews = np.array([model.skew for model in models])
     terms: dict[str, Any] = {

@@ -1,0 +1,160 @@
+"""A plan as what starts it: a line for horovodrun or mpirun, a script for Slurm, an MPIJob.
+
+Nothing is started here. Hosts come in the order of ranks, rack by rack, so that sizes belong to
+them and rings leave each rack once. Names of hosts follow RFC 1123 and commands are lists, so what
+a shell reads is quoted once, by ``shlex``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from itertools import groupby
+from typing import Any
+
+from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.fleet.run import JobPlan, show_hosts
+
+__all__ = ["KINDS", "emit", "first_sizes"]
+
+KINDS = ("horovodrun", "mpirun", "sbatch", "mpijob")
+_SIZES = "LOFT_HVD_FIRST_SIZES"  # as in config.py
+# Over the predicted time, as an overrun is killed: what a prediction may be short by, and minutes
+# for imports and the first epoch's cold caches. Both are choices.
+_MARGIN, _START_S = 1.25, 600.0
+
+
+def emit(plan: JobPlan, kind: str, *, sizes: str | None = None, image: str | None = None) -> str:
+    """Return what starts a plan.
+
+    Args:
+        plan: the plan.
+        kind: of ``KINDS``.
+        sizes: file with ``first_sizes``, which rank 0 reads; None to start with equal sizes.
+        image: container of an MPIJob.
+
+    Raises:
+        PlanError: this launcher cannot place ranks so.
+    """
+    if kind == "sbatch":
+        return _sbatch(plan, sizes)
+    if kind == "mpijob":
+        return _mpijob(plan, image)
+    if kind not in KINDS:
+        raise ArgumentError(f"--emit {kind!r} must be one of {', '.join(KINDS)}")
+    return shlex.join(_launch(plan, kind, sizes)) + "\n"
+
+
+def first_sizes(plan: JobPlan) -> str:
+    """Return what ``Balancer(first_sizes=...)`` reads: each host's sizes, in the order of ranks."""
+    hosts: dict[str, list[int]] = {}
+    for part, size in zip(plan.best.devices, plan.best.sizes, strict=True):
+        hosts.setdefault(part.host.name, []).append(size)
+    total = plan.job.global_batch_size
+    return json.dumps({"global_batch_size": total, "hosts": hosts}, indent=1) + "\n"
+
+
+def _launch(plan: JobPlan, launcher: str, sizes: str | None) -> list[str]:
+    """Return the words of a launcher's line."""
+    world_size, job = str(plan.best.layout.world_size), plan.job
+    hosts = show_hosts(plan.best)
+    told = [] if sizes is None else [f"{_SIZES}={sizes}"]
+    if launcher == "mpirun":
+        if job.elastic:
+            raise PlanError(f"job {job.name!r} is elastic, which mpirun is not; emit horovodrun")
+        words = ["mpirun", "-np", world_size, "-H", hosts, "--bind-to", "none", "--map-by", "slot"]
+        exported = [word for name in ("PATH", *told) for word in ("-x", name)]
+        return [*words, *exported, *job.command]
+    engine = f"--{job.engine}"
+    words = [*(["env", *told] if told else []), "horovodrun", "-np", world_size, "-H", hosts]
+    if job.elastic:
+        least = max(job.min_workers, job.parsed_rule.min_rows)
+        most = min(job.max_workers, sum(sum(h.slots.values()) for h in plan.fleet.hosts))
+        words += ["--min-np", str(least), "--max-np", str(most)]
+    return [*words, engine, *job.command]
+
+
+def _sbatch(plan: JobPlan, sizes: str | None) -> str:
+    """Return a batch script: whole hosts, or where ranks leave slots free a heterogeneous job."""
+    job, layout = plan.job, plan.best.layout
+    minutes = math.ceil((_MARGIN * plan.total_s + _START_S) / 60.0)
+    head = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --time={minutes // 60:02d}:{minutes % 60:02d}:00",
+        "#SBATCH --output=%x-%j.out",
+    ]
+    is_whole = all(sum(host.slots.values()) == count for host, count in layout.hosts)
+    if is_whole:
+        everyone = ",".join(host.name for host, _ in layout.hosts)
+        head += [f"#SBATCH --nodes={len(layout.hosts)}", f"#SBATCH --nodelist={everyone}"]
+        head += ["#SBATCH --exclusive"]
+    else:
+        components = []
+        for count, group in groupby(layout.hosts, key=lambda each: each[1]):
+            names = [host.name for host, _ in group]
+            lines = [f"#SBATCH --nodes={len(names)}", f"#SBATCH --nodelist={','.join(names)}"]
+            lines += [f"#SBATCH --ntasks-per-node={count}"]
+            if not layout.is_cpu:
+                lines += [f"#SBATCH --gres=gpu:{count}"]
+            if job.needs.cpus:
+                lines += [f"#SBATCH --cpus-per-task={job.needs.cpus}"]
+            components.append(lines)
+        for at, lines in enumerate(components):
+            head += (["#SBATCH hetjob"] if at else []) + lines
+    launcher = "mpirun" if job.engine == "mpi" and not job.elastic else "horovodrun"
+    words = _launch(plan, launcher, sizes)
+    if launcher == "mpirun":  # by ssh: by srun it sees the first component alone
+        words[1:1] = ["--mca", "plm", "rsh"]
+    return "\n".join([*head, "set -euo pipefail", "", shlex.join(words), ""])
+
+
+def _mpijob(plan: JobPlan, image: str | None) -> str:
+    """Return a manifest of kubeflow.org/v2beta1: a pod a rank, on the plan's hosts.
+
+    It has one number of slots and one template for all workers. So ranks cannot be told how many
+    each host takes: that follows where they fill it.
+    """
+    job, layout = plan.job, plan.best.layout
+    if image is None:
+        raise ArgumentError("--emit mpijob needs --image, the container that has the script")
+    free = [host.name for host, count in layout.hosts if sum(host.slots.values()) != count]
+    if free and len(layout.hosts) > 1:
+        raise PlanError(
+            f"an MPIJob has one template for all workers, and cannot leave slots of {free} free: "
+            "let those hosts have as many slots as the plan takes, or emit horovodrun or sbatch"
+        )
+    names = [host.name for host, _ in layout.hosts]
+    on_hosts = {"key": "kubernetes.io/hostname", "operator": "In", "values": names}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [on_hosts]}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    needs: dict[str, Any] = {} if layout.is_cpu else {"nvidia.com/gpu": 1}
+    if job.needs.cpus:
+        needs["cpu"] = job.needs.cpus
+    if job.needs.memory_bytes:
+        needs["memory"] = math.ceil(job.needs.memory_bytes)
+    world_size = layout.world_size
+    start = ["mpirun", "-np", str(world_size), "--bind-to", "none", "--map-by", "slot"]
+    worker = {"name": "worker", "image": image, "resources": {"limits": needs}}
+    launcher = {"name": "launcher", "image": image, "command": [*start, "-x", "PATH", *job.command]}
+    manifest = {
+        "apiVersion": "kubeflow.org/v2beta1",
+        "kind": "MPIJob",
+        "metadata": {"name": job.name},
+        "spec": {
+            "slotsPerWorker": 1,
+            "runPolicy": {
+                "cleanPodPolicy": "Running",
+                "activeDeadlineSeconds": math.ceil(_MARGIN * plan.total_s + _START_S),
+            },
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "template": {"spec": {"containers": [launcher]}}},
+                "Worker": {
+                    "replicas": world_size,
+                    "template": {"spec": {"affinity": affinity, "containers": [worker]}},
+                },
+            },
+        },
+    }
+    return json.dumps(manifest, indent=1) + "\n"

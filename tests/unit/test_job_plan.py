@@ -1,0 +1,74 @@
+"""A plan's step is what the simulator takes, and its words and its JSON say what it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
+from loft_hvd.fleet.rate import predict
+from loft_hvd.fleet.run import describe, plan_job, plan_table, scenario_of, to_dict
+from loft_hvd.simulate.simulation import simulate
+from tests.support.fleets import random_layout
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(each, marks=pytest.mark.whole) for each in range(8, 200, 8))]
+)
+def test_predicted_steps_are_those_of_the_simulator(first: int) -> None:
+    ratios = []
+    for seed in range(first, first + 8):
+        fleet, job, layout = random_layout(seed)
+        found = predict(fleet, job, layout)
+        run = simulate(scenario_of(fleet, job, found)).run("loft")
+        ratios.append(run.settled_s / found.step_s)
+    assert np.mean(np.abs(np.array(ratios) - 1.0) <= 0.1) >= 0.95, f"seeds from {first}: {ratios}"
+
+
+HOSTS = [
+    Host("a1", {"T4": 2}, 125e6, rack="a", store_bytes=2e8, price_per_hour=2.0),
+    Host("a2", {"T4": 2}, 125e6, rack="a", store_bytes=2e8, price_per_hour=2.0),
+    Host("b1", {"T4": 1}, 1e6, rack="b", price_per_hour=1.0),
+]
+FLEET = Fleet(HOSTS, data=[DataSet("photos", 3_000, 1e5)])
+JOB = Job("job", ["python"], 4e6, 64, {"T4": DeviceModel(5e-3, noise=0.03)}, steps=7200)
+
+
+def test_a_store_s_epochs_are_those_of_the_simulator() -> None:
+    job = replace(JOB, data="photos", store=True)
+    plan = plan_job(FLEET, job)
+    assert plan.simulated_s == pytest.approx(plan.best.step_s, rel=0.1)
+    assert plan.best.first_epoch_step_s > 1.05 * plan.best.step_s
+    assert any(line.startswith("in the first epoch") for line in describe(plan))
+
+
+def test_words_say_step_time_cost_and_what_hosts_are_worth() -> None:
+    plan = plan_job(FLEET, JOB)
+    text = "\n".join(describe(plan))
+    assert "job job: 4 ranks on 2 of 3 hosts, mean" in text
+    assert "engine's ring; the busiest link is that of a1, 1 Gb/s" in text
+    assert f"simulated, with sizes that follow the ranks: {1e3 * plan.simulated_s:.4g} ms" in text  # type: ignore[operator]
+    assert f"7200 steps, {plan.total_s / 60:.3g} min, {4 * plan.total_s / 3600:.4g} to pay" in text
+    assert "times as long: its 8 Mb/s link carries the gradients" in text
+    assert plan_table(plan)[1][:5] == ["a1", "a", "T4", "2", "16"]
+
+
+def test_what_is_apart_is_flagged_and_the_simulators_end_counts() -> None:
+    plan = replace(plan_job(FLEET, JOB, simulates=False), simulated_s=1.0)
+    assert plan.is_apart
+    assert plan.total_s == pytest.approx(7200.0)
+    assert any("MORE THAN 10 % APART" in line for line in describe(plan))
+
+
+def test_json_holds_the_plan() -> None:
+    plan = plan_job(FLEET, JOB)
+    told = json.loads(json.dumps(to_dict(plan), allow_nan=False))
+    assert [rank["host"] for rank in told["ranks"]] == ["a1", "a1", "a2", "a2"]
+    assert sum(rank["samples"] for rank in told["ranks"]) == 64
+    assert told["step_s"] == plan.best.step_s
+    assert told["simulated_step_s"] == plan.simulated_s
+    assert {each["name"] for each in told["worths"]} == {"a1", "a2", "b1"}
+    assert told["exchange"]["link"] == "a1"
