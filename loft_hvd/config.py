@@ -42,6 +42,7 @@ VARIABLES = {  # of each field that a user sets
     "timeout_s": "LOFT_HVD_TIMEOUT_S",
     "bucket_bytes": "LOFT_HVD_BUCKET_BYTES",
     "log_dir": "LOFT_HVD_LOG_DIR",
+    "first_sizes": "LOFT_HVD_FIRST_SIZES",
     "trace_file": "LOFT_HVD_TRACE",
     "heartbeat_s": "LOFT_HVD_HEARTBEAT_S",
     "heartbeat_timeout_s": "LOFT_HVD_HEARTBEAT_TIMEOUT_S",
@@ -102,6 +103,7 @@ class Config:
     timeout_s: float = 300.0  # longest wait for other ranks; a choice
     bucket_bytes: int = 32 * 1024 * 1024  # most bytes of gradients sent together
     log_dir: str | None = None  # folder of the run log; None: no log
+    first_sizes: str | None = None  # file with the sizes that adaptive ones start from; None: equal
     # File of a Chrome trace of every bucket's stages, with the rank's number before its suffix.
     trace_file: str | None = None
     heartbeat_s: float = 1.0  # between two heartbeats of a rank; 0: none
@@ -204,6 +206,7 @@ class Config:
             timeout_s=read("TIMEOUT_S", float, cls.timeout_s, takes="seconds above 0"),
             bucket_bytes=read("BUCKET_BYTES", int, cls.bucket_bytes, takes=count),
             log_dir=read("LOG_DIR", str, no_file, takes="a folder"),
+            first_sizes=read("FIRST_SIZES", str, no_file, takes="a file name"),
             trace_file=read("TRACE", str, no_file, takes="a file name"),
             heartbeat_s=read(
                 "HEARTBEAT_S", seconds, cls.heartbeat_s, takes="seconds, 0 for none", floor=-1

@@ -17,6 +17,7 @@ from torch import Tensor
 from loft_hvd.balance.balancer_options import BalancerOptions, MaxBatch
 from loft_hvd.balance.batches import OTHER_THREAD, BatchQueue, plan_in_force
 from loft_hvd.balance.controller import write_decisions
+from loft_hvd.balance.first_sizes import FirstSizes
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.balance.latency import Held
 from loft_hvd.balance.limits import assume_limits, meet
@@ -80,6 +81,10 @@ class Balancer(NeverCopied):
         micro_batches: let ``max_batch`` limit a backward pass, not a rank's share of a step: a
             share beyond it, up to 16 times, is computed in micro-batches and one optimizer step.
             A ``loft.DataLoader`` then yields the list of each step's micro-batches.
+        first_sizes: sizes that an adaptive policy starts from: every rank's, [world_size], or the
+            file that ``loft-hvd plan --sizes`` wrote, which has them by host; None takes the file
+            ``LOFT_HVD_FIRST_SIZES``, and without it sizes start equal. Rank 0's count. Where they
+            are of other hosts or another global batch sizes start equal, with a warning.
         transport: the ranks; by default Horovod's, else those of torch.distributed, else this one
             alone.
         clock: seconds that never go back.
@@ -107,6 +112,7 @@ class Balancer(NeverCopied):
         log_dir: str | Path | None = None,
         on_resize: str = "keep_global",
         micro_batches: bool = False,
+        first_sizes: FirstSizes = None,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,6 +131,7 @@ class Balancer(NeverCopied):
             max_sizes=max_sizes,
             on_resize=on_resize,
             micro_batches=micro_batches,
+            first_sizes=first_sizes,
         )
         self._base = global_batch_size, self._transport.world_size  # what a resize starts from
         self._clock, self._log_dir = clock, log_dir

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from loft_hvd.balance.plan import check_sizes
+from loft_hvd.balance.first_sizes import FirstSizes
+from loft_hvd.balance.plan import check_sizes, whole_sizes
 from loft_hvd.balance.policy import Policy
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
 from loft_hvd.transport.agreement import digest
@@ -34,6 +36,7 @@ class BalancerOptions:
     dead_band: float  # the policy has it; kept to compare it between ranks
     on_resize: str
     micro_batches: bool = False  # a cap limits a backward pass, not a rank's share of a step
+    first_sizes: FirstSizes = None  # rank 0's count, so that they need not be equal
 
     def __post_init__(self) -> None:
         limit = self.max_batch
@@ -60,6 +63,9 @@ class BalancerOptions:
             raise ArgumentTypeError(
                 f"Balancer: micro_batches={self.micro_batches!r} must be True or False"
             )
+        first = self.first_sizes
+        if not isinstance(first, str | os.PathLike | None):
+            whole_sizes(first, what="first_sizes")
         if self.on_resize not in ON_RESIZE:
             raise ArgumentError(
                 f"Balancer: on_resize={self.on_resize!r} is not known; it takes "

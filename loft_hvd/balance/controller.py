@@ -123,6 +123,8 @@ class Controller:
 
         pass_caps: most samples of one backward pass of each rank, where ``max_batch`` is that of
             all its micro-batches, [world_size]; None where a rank computes its share in one.
+        first_sizes: sizes to start from in place of the policy's own, or the nearest legal ones,
+            [world_size]; none where empty.
 
     Raises:
         PlanError: no sizes within the bounds add up to ``global_batch_size``.
@@ -141,6 +143,7 @@ class Controller:
         settle_steps: int = SETTLE_STEPS,
         max_sizes: int | None = None,
         pass_caps: Sequence[int | None] | None = None,
+        first_sizes: Sizes = (),
     ) -> None:
         total = global_batch_size
         caps = [max_batch] * world_size if isinstance(max_batch, int | None) else list(max_batch)
@@ -153,7 +156,10 @@ class Controller:
         self.task = Task(global_batch_size, bounds, pass_caps)
         self.policy = make_policy(policy)
         self.settle_steps, self.max_sizes = settle_steps, max_sizes
-        self.history = [Decision(0, 0, self.policy.start(self.task), f"start: {self.policy.name}")]
+        sizes, why = self.policy.start(self.task), f"start: {self.policy.name}"
+        if first_sizes:
+            sizes, why = self._legal_first(first_sizes), f"{why}, from sizes that were given"
+        self.history = [Decision(0, 0, sizes, why)]
         self.discarded: Counter[tuple[int, str]] = Counter()
         self._is_capped = [True] * world_size
         self.policy.share_bars(self.allowed)
@@ -162,6 +168,14 @@ class Controller:
         self._hindrance: str | None = None  # no legal sizes, or a bar: of the newest interval
         self._interval: Interval | None = None
         self._unsent: Decision | None = None  # of a loaded state, whose plan no rank had by then
+
+    def _legal_first(self, wanted: Sizes) -> Sizes:
+        """Return the legal sizes nearest to those to start from."""
+        bounds = self.task.bounds
+        is_whole = sum(size % bounds.grain > 0 for size in wanted) <= 1  # one carries the rest
+        if is_whole and bounds.allow(wanted).all():
+            return wanted
+        return self.task.rounded(np.array(wanted, dtype=np.float64))
 
     @property
     def plan(self) -> Plan:

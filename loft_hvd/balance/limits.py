@@ -6,24 +6,28 @@ ranks; what only rank 0 knows, caps that an earlier run found, it broadcasts.
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from loft_hvd.balance.balancer_options import BalancerOptions
+from loft_hvd.balance.first_sizes import fit_first_sizes
 from loft_hvd.balance.plan import MOST_MICRO, Sizes, count_micro
+from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, PlanError
 from loft_hvd.topology import cpu_name
 from loft_hvd.transport.base import Channel, Transport
 
 __all__ = ["Device", "RankLimits", "assume_limits", "meet"]
 
+_logger = logging.getLogger(__name__)
 Caps = tuple[int | None, ...]  # most samples of each rank; None for no limit
 
 # On CUDA each new size may cost a recompilation or a round of autotuning: sizes are multiples of 8,
@@ -58,6 +62,7 @@ class RankLimits:
     max_sizes: int | None  # distinct ones that a rank may have in a run; None for any number
     found: Mapping[str, int]  # caps that were found by trying, by ``Device.key``
     splits: bool = False  # a share beyond a rank's cap is computed in micro-batches
+    first: Sizes = ()  # that adaptive ones start from, [world_size]; empty for equal ones
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -187,7 +192,25 @@ def meet(
     known = {device.key: cap for device, cap in pairs if cap > 0}
     here = {device.key for device in devices}
     away = {key: cap for key, cap in found.items() if key not in here}
-    return RankLimits.of(options, devices, {**away, **known, **fresh})
+    limits = RankLimits.of(options, devices, {**away, **known, **fresh})
+    return replace(limits, first=_first_sizes(channel, options, devices))
+
+
+def _first_sizes(channel: Channel, options: BalancerOptions, devices: Sequence[Device]) -> Sizes:
+    """Return rank 0's first sizes, on every rank; empty where they do not fit these ranks."""
+    if not options.policy.is_adaptive:
+        return ()
+    sizes: Sizes = ()
+    if channel.rank == 0:
+        given = config().first_sizes if options.first_sizes is None else options.first_sizes
+        hosts = [device.host for device in devices]
+        try:
+            sizes = fit_first_sizes(given, hosts, options.global_batch_size)
+        except PlanError as error:  # other ranks wait: a run with equal sizes is better than none
+            _logger.warning("%s; the run starts with equal sizes", error)
+    told = torch.tensor(sizes or [0] * len(devices), dtype=torch.int64)
+    channel.sub("first").broadcast(told, what="broadcast of first sizes")
+    return tuple(told.tolist()) if told.any() else ()
 
 
 def _tell_devices(

@@ -139,19 +139,19 @@ class Plan:
         return plan
 
 
-def whole_sizes(sizes: Sequence[object]) -> Sizes:
+def whole_sizes(sizes: Sequence[object], *, what: str = "policy") -> Sizes:
     """Return the sizes that a user gave, or raise where they are not counts of samples."""
     whole = tuple(int(size) for size in sizes if isinstance(size, Integral))
     if len(whole) < len(sizes):
         wrong = next(size for size in sizes if not isinstance(size, Integral))
         raise ArgumentTypeError(
-            f"policy={list(sizes)}: {wrong!r} is of type {type(wrong).__name__}; sizes are whole "
+            f"{what}={list(sizes)}: {wrong!r} is of type {type(wrong).__name__}; sizes are whole "
             "numbers of samples"
         )
     if min(whole, default=0) < 0:
-        raise PlanError(f"policy={list(whole)}: {min(whole)} is negative; sizes are counts >= 0")
+        raise PlanError(f"{what}={list(whole)}: {min(whole)} is negative; sizes are counts >= 0")
     if not any(whole):
-        raise PlanError(f"policy={list(whole)} has no samples; give sizes such as [8, 8]")
+        raise PlanError(f"{what}={list(whole)} has no samples; give sizes such as [8, 8]")
     return whole
 
 

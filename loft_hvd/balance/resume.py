@@ -148,6 +148,7 @@ def make_controller(options: BalancerOptions, limits: RankLimits) -> Controller 
             pass_caps=limits.caps if limits.splits else None,
             grain=limits.grain if is_adaptive else 1,
             max_sizes=limits.max_sizes,
+            first_sizes=limits.first,
         )
     controller.warm_up([cap is not None for cap in limits.caps])
     return controller

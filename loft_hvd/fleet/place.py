@@ -52,7 +52,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _HostOffer:
     """What a host can take of a job."""
 
     host: Host
@@ -84,7 +84,7 @@ def choose_hosts(fleet: Fleet, job: Job) -> Choice:
     return Choice(best, tuple(others[:_OTHERS]), worths.all(), left_out)
 
 
-def _offers(fleet: Fleet, job: Job) -> tuple[list[_Offer], dict[str, str]]:
+def _offers(fleet: Fleet, job: Job) -> tuple[list[_HostOffer], dict[str, str]]:
     """Return what hosts can take, and why others can take nothing."""
     offers, left_out = [], {}
     for host in fleet.hosts:
@@ -104,11 +104,11 @@ def _offers(fleet: Fleet, job: Job) -> tuple[list[_Offer], dict[str, str]]:
         if why:
             left_out[host.name] = why
         else:
-            offers.append(_Offer(host, tuple(known), min(limits)))
+            offers.append(_HostOffer(host, tuple(known), min(limits)))
     return offers, left_out
 
 
-def _say_no_room(job: Job, offers: Sequence[_Offer], left_out: dict[str, str]) -> str:
+def _say_no_room(job: Job, offers: Sequence[_HostOffer], left_out: dict[str, str]) -> str:
     room = sum(offer.most for offer in offers)
     caps = sum(
         slots * (job.models[device].max_batch or job.global_batch_size)
@@ -131,13 +131,13 @@ _State = tuple[int, ...]  # ranks on each offer's host
 class _Search:
     """A search for places, and all that it has tried."""
 
-    def __init__(self, fleet: Fleet, job: Job, offers: Sequence[_Offer]) -> None:
+    def __init__(self, fleet: Fleet, job: Job, offers: Sequence[_HostOffer]) -> None:
         self._fleet, self._job, self._offers = fleet, job, offers
         self._tried: dict[tuple[str, _State], float] = {}
         self._tries_left = 0
         self._kinds = [self._kind(offer) for offer in offers]
 
-    def _kind(self, offer: _Offer) -> tuple[str, float]:
+    def _kind(self, offer: _HostOffer) -> tuple[str, float]:
         """Return what two hosts have in common that are as good as each other."""
         data = next((each for each in self._fleet.data if each.name == self._job.data), None)
         share = 0.0 if data is None else data.share(offer.host.name)
@@ -300,7 +300,9 @@ def _prefixes(order: Sequence[int], most: _State, max_workers: int) -> Iterator[
 class _Worths:
     """What hosts and links are worth, beside the best place."""
 
-    def __init__(self, fleet: Fleet, job: Job, offers: Sequence[_Offer], best: Prediction) -> None:
+    def __init__(
+        self, fleet: Fleet, job: Job, offers: Sequence[_HostOffer], best: Prediction
+    ) -> None:
         self._fleet, self._job, self._best = fleet, job, best
         self._offers = {offer.host.name: offer for offer in offers}
         self._counts = {host.name: count for host, count in best.layout.hosts}
@@ -333,7 +335,7 @@ class _Worths:
         """Return how much longer another place takes, as a share."""
         return math.inf if other is None else other.total_s / self._best.total_s - 1.0
 
-    def _of_host(self, offer: _Offer) -> Worth:
+    def _of_host(self, offer: _HostOffer) -> Worth:
         name, counts = offer.host.name, dict(self._counts)
         is_taken = name in counts
         if is_taken:
@@ -367,7 +369,7 @@ class _Worths:
         samples = sum(size for part, size in pairs if part.host.name == name)
         return f"computes {samples / sum(self._best.sizes):.0%} of the samples"
 
-    def _say_cost(self, offer: _Offer, other: Prediction | None) -> str:
+    def _say_cost(self, offer: _HostOffer, other: Prediction | None) -> str:
         """Say what a host that is not taken would cost."""
         if other is None:
             return "the job cannot run with it beside the others"

@@ -112,6 +112,7 @@ def test_empty_environment_gives_the_defaults() -> None:
         ("LOFT_HVD_TIMEOUT_S", " 2.5 ", "timeout_s", 2.5),
         ("LOFT_HVD_BUCKET_BYTES", "1048576", "bucket_bytes", 1048576),
         ("LOFT_HVD_LOG_DIR", "runs/a b", "log_dir", "runs/a b"),
+        ("LOFT_HVD_FIRST_SIZES", "sizes.json", "first_sizes", "sizes.json"),
         ("LOFT_HVD_TRACE", "runs/trace.json", "trace_file", "runs/trace.json"),
         ("LOFT_HVD_HEARTBEAT_S", "0", "heartbeat_s", 0.0),
         ("LOFT_HVD_HEARTBEAT_TIMEOUT_S", "60", "heartbeat_timeout_s", 60.0),

@@ -90,6 +90,7 @@ _LAYERS = {
     "failures/watched.py": 2,
     "balance/__init__.py": 0,
     "balance/explain.py": 1,
+    "balance/first_sizes.py": 1,
     "balance/fit.py": 1,
     "balance/interval.py": 1,
     "balance/keeping.py": 0,

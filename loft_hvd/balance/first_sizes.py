@@ -1,0 +1,91 @@
+"""Sizes that an adaptive run starts from, where somebody knows better than equal ones.
+
+They come as a list, or as a file that ``loft-hvd plan`` has written, which has them by host: ranks
+may be numbered in any order, and hosts may call themselves by a longer or a shorter name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from loft_hvd.balance.plan import Sizes
+from loft_hvd.codec import Within, decode, parse_json
+from loft_hvd.errors import ArgumentError, PlanError
+
+__all__ = ["FirstSizes", "fit_first_sizes"]
+
+FirstSizes = Sequence[int] | str | os.PathLike[str] | None
+_Size = Annotated[int, Within(0, 1e12)]
+
+
+@dataclass(frozen=True)
+class _SizesByHost:
+    """What such a file holds."""
+
+    global_batch_size: _Size
+    hosts: dict[str, list[_Size]]  # of each host's ranks, in the order of their numbers
+
+
+def fit_first_sizes(given: FirstSizes, hosts: Sequence[str], global_batch_size: int) -> Sizes:
+    """Return the sizes of ranks on ``hosts`` [world_size]; empty where none are given.
+
+    Raises:
+        PlanError: the file cannot be read, or is of other hosts or another global batch.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, str | os.PathLike):
+        sizes = tuple(given)
+        what = f"first_sizes={list(sizes)}"
+    else:
+        path = os.fspath(given)
+        sizes = _by_host(_read(path), hosts, path)
+        what = f"first_sizes={list(sizes)} of {path}"
+    if len(sizes) != len(hosts) or sum(sizes) != global_batch_size:
+        raise PlanError(
+            f"{what} are {len(sizes)} sizes for {sum(sizes)} samples, but there are {len(hosts)} "
+            f"ranks and global_batch_size={global_batch_size}"
+        )
+    return sizes
+
+
+def _read(path: str) -> _SizesByHost:
+    try:
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"first_sizes: {path!r} cannot be read ({error})") from error
+    try:
+        return decode(
+            _SizesByHost,
+            content,
+            what="sizes",
+            call=f"first_sizes {path}",
+            advice="give what `loft-hvd plan --sizes` wrote",
+        )
+    except ArgumentError as error:
+        raise PlanError(str(error)) from error
+
+
+def _by_host(known: _SizesByHost, hosts: Sequence[str], path: str) -> Sizes:
+    """Return the size of each rank: the next one of its host."""
+    left = {name: list(sizes) for name, sizes in known.hosts.items()}
+    found = []
+    for rank, host in enumerate(hosts):
+        name = next((each for each in left if _is_same(each, host)), None)
+        if name is None or not left[name]:
+            has = "has no more" if name is not None else "has none"
+            raise PlanError(
+                f"first_sizes: rank {rank} is on host {host!r}, of which {path} {has} sizes; it "
+                f"has those of {sorted(known.hosts)}"
+            )
+        found.append(left[name].pop(0))
+    return tuple(found)
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Say whether two names are one host's: equal, or one is the other without its domain."""
+    return one == other or one == other.split(".")[0] or one.split(".")[0] == other

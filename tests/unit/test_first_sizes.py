@@ -1,0 +1,131 @@
+"""A run starts from sizes that somebody knows, where they are of these ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import loft_hvd as loft
+from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.first_sizes import fit_first_sizes
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, LOCAL, SIZE, screen
+from loft_hvd.balance.limits import own_device
+from loft_hvd.config import config
+from loft_hvd.errors import ArgumentTypeError, PlanError
+from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+
+
+def write(path: Path, hosts: Any, total: int = 24) -> Path:
+    path.write_text(json.dumps({"global_batch_size": total, "hosts": hosts}))
+    return path
+
+
+def test_a_file_s_sizes_go_to_the_ranks_of_their_hosts(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.json", {"a": [12, 4], "b.lab": [8]})
+    assert fit_first_sizes(path, ["a", "a", "b.lab"], 24) == (12, 4, 8)
+    assert fit_first_sizes(path, ["b", "a.lab", "a.lab"], 24) == (8, 12, 4)
+    assert fit_first_sizes(None, ["a"], 24) == ()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "total", "match"),
+    [
+        (["a", "a", "c"], 24, r"rank 2 is on host 'c', of which .* has none sizes; .*\['a', 'b'\]"),
+        (["a", "a", "a"], 24, "rank 2 is on host 'a', of which .* has no more sizes"),
+        (["a", "b"], 24, "are 2 sizes for 20 samples, but there are 2 ranks"),
+        (["a", "a", "b"], 25, "are 3 sizes for 24 samples, but .*global_batch_size=25"),
+    ],
+)
+def test_sizes_of_other_ranks_do_not_fit(
+    tmp_path: Path, hosts: list[str], total: int, match: str
+) -> None:
+    path = write(tmp_path / "s.json", {"a": [12, 4], "b": [8]})
+    with pytest.raises(PlanError, match=match):
+        fit_first_sizes(path, hosts, total)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", '{"hosts": {}}', '{"global_batch_size": 24, "hosts": {"a": [-1]}}', "[" * 100_000],
+)
+def test_a_file_that_holds_no_sizes_is_a_plan_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(PlanError, match=r"first_sizes"):
+        fit_first_sizes(tmp_path / "s.json", ["a"], 24)
+    with pytest.raises(PlanError, match="cannot be read"):
+        fit_first_sizes(tmp_path / "none.json", ["a"], 24)
+
+
+def test_every_rank_starts_from_rank_0_s_sizes(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.json", {own_device()[0]: [12, 4, 8]})
+
+    def work(transport: LocalTransport) -> tuple[int, ...]:
+        first = path if transport.rank == 0 else None
+        return loft.Balancer(24, first_sizes=first, transport=transport).plan.sizes
+
+    assert run_ranks(3, work) == [(12, 4, 8)] * 3
+
+
+def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "s.json", {own_device()[0]: [24]})
+    monkeypatch.setenv("LOFT_HVD_FIRST_SIZES", str(path))
+    config.cache_clear()
+    try:
+        transport = LocalWorld(1).transport(0)
+        assert loft.Balancer(24, transport=transport).plan.sizes == (24,)
+    finally:
+        monkeypatch.undo()
+        config.cache_clear()
+
+
+def test_sizes_that_do_not_fit_leave_equal_ones_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(transport: LocalTransport) -> tuple[int, ...]:
+        return loft.Balancer(24, first_sizes=[20, 8], transport=transport).plan.sizes
+
+    with caplog.at_level(logging.WARNING):
+        assert run_ranks(2, work) == [(12, 12)] * 2
+    (told,) = [each.message for each in caplog.records if "first_sizes" in each.message]
+    assert told.endswith("the run starts with equal sizes")
+
+
+def test_only_a_policy_that_changes_sizes_takes_them() -> None:
+    def work(transport: LocalTransport) -> tuple[int, ...]:
+        return loft.Balancer(24, "report", first_sizes=[20, 4], transport=transport).plan.sizes
+
+    assert run_ranks(2, work) == [(12, 12)] * 2
+
+
+def test_what_is_no_list_of_counts_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"first_sizes=\[1.5\]"):
+        loft.Balancer(
+            24,
+            first_sizes=[1.5],  # type: ignore[list-item] # what is tested
+            transport=LocalWorld(1).transport(0),
+        )
+
+
+def test_first_sizes_beyond_a_cap_become_the_nearest_legal_ones() -> None:
+    controller = Controller(100, 2, max_batch=[60, None], first_sizes=(90, 10))
+    assert controller.plan.sizes == (60, 40)
+    assert Controller(96, 2, grain=8, first_sizes=(83, 13)).plan.sizes == (88, 8)
+
+
+def test_a_rank_grows_from_its_first_size_not_from_the_equal_one() -> None:
+    """Rank 0 is so fast that it should have nearly all; equal sizes would let it have 50."""
+    controller = Controller(100, 4, first_sizes=(76, 8, 8, 8))
+    for step in range(10, 60, 10):
+        sizes = np.array(controller.plan.sizes)
+        rows = np.zeros((4, len(COLUMNS)))
+        rows[:, SIZE] = rows[:, LOCAL] = sizes
+        rows[:, COMPUTE] = np.array([1e-4, 1e-2, 1e-2, 1e-2]) * sizes
+        step_s = float(rows[:, COMPUTE].max())
+        controller.observe(screen(rows, step=step, sizes=sizes.tolist(), step_s=step_s))
+        controller.decide(step + 4)
+    assert controller.plan.sizes[0] > 90
