@@ -80,7 +80,9 @@ class Balancer(NeverCopied):
             or "keep_per_rank", its share a rank, so that the global batch grows with the world.
         micro_batches: let ``max_batch`` limit a backward pass, not a rank's share of a step: a
             share beyond it, up to 16 times, is computed in micro-batches and one optimizer step.
-            A ``loft.DataLoader`` then yields the list of each step's micro-batches.
+            A ``loft.DataLoader`` then yields the list of each step's micro-batches. A number, 1 to
+            16, is as True; where the loader has ``cost=``, each rank may then have so many even
+            where its memory holds less, and its batches have less padding.
         first_sizes: sizes that an adaptive policy starts from: every rank's, [world_size], or the
             file that ``loft-hvd plan --sizes`` wrote, which has them by host; None takes the file
             ``LOFT_HVD_FIRST_SIZES``, and without it sizes start equal. Rank 0's count. Where they
@@ -111,7 +113,7 @@ class Balancer(NeverCopied):
         dead_band: float = DEAD_BAND,
         log_dir: str | Path | None = None,
         on_resize: str = "keep_global",
-        micro_batches: bool = False,
+        micro_batches: bool | int = False,
         first_sizes: FirstSizes = None,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -370,7 +372,8 @@ class Balancer(NeverCopied):
                 "a batch ahead of its step asks for the sizes of that step: between the forward "
                 "and the backward pass balancer.plan_at(balancer.next_step + 1).sizes[rank]"
             )
-        self._live.timer.batch_arrived(local=planned, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
+        share = sizes.by_plan[self.rank]
+        self._live.timer.batch_arrived(local=share, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
         yield
 
     def weigh(self, loss: Tensor, num_samples: int | None = None) -> Tensor:
@@ -554,11 +557,20 @@ class Balancer(NeverCopied):
     @property
     def splits(self) -> bool:
         """Whether a share beyond a rank's cap comes in micro-batches."""
-        return self._options.micro_batches
+        return self._options.splits
 
     def count_micro(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many micro-batches each rank's share takes; empty where none is split."""
         return self.limits.count_micro(sizes)
+
+    @property
+    def pass_caps(self) -> tuple[int | None, ...]:
+        """Most samples of a backward pass of each rank, [world_size]; None for no limit."""
+        return self.limits.caps
+
+    def most_micro(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many micro-batches each rank's share may take where samples go by cost."""
+        return self.limits.most_micro(sizes)
 
     def push_sizes(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that this rank will train on next, in order."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from loft_hvd.balance.first_sizes import FirstSizes
-from loft_hvd.balance.plan import check_sizes, whole_sizes
+from loft_hvd.balance.plan import MOST_MICRO, check_sizes, whole_sizes
 from loft_hvd.balance.policy import Policy
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, PlanError
 from loft_hvd.transport.agreement import digest
@@ -35,7 +35,9 @@ class BalancerOptions:
     interval: int | None
     dead_band: float  # the policy has it; kept to compare it between ranks
     on_resize: str
-    micro_batches: bool = False  # a cap limits a backward pass, not a rank's share of a step
+    # A cap limits a backward pass, not a rank's share of a step. A number: any rank may have that
+    # many micro-batches where samples go by cost.
+    micro_batches: bool | int = False
     first_sizes: FirstSizes = None  # rank 0's count, so that they need not be equal
 
     def __post_init__(self) -> None:
@@ -59,9 +61,14 @@ class BalancerOptions:
                 raise ArgumentTypeError(f"Balancer: {what}={value!r} must be a whole number")
             if value < 1:
                 raise ArgumentError(f"Balancer: {what}={value} must be >= 1")
-        if not isinstance(self.micro_batches, bool):
+        if not isinstance(self.micro_batches, int):
             raise ArgumentTypeError(
-                f"Balancer: micro_batches={self.micro_batches!r} must be True or False"
+                f"Balancer: micro_batches={self.micro_batches!r} must be True, False or a number"
+            )
+        if self.micro_batches is not False and not 1 <= self.micro_batches <= MOST_MICRO:
+            raise ArgumentError(
+                f"Balancer: micro_batches={self.micro_batches} must be from 1 to {MOST_MICRO}, "
+                "True or False"
             )
         first = self.first_sizes
         if not isinstance(first, str | os.PathLike | None):
@@ -89,6 +96,11 @@ class BalancerOptions:
                 f"world_size={self.world_size}; every rank needs a sample, so raise it or start "
                 "fewer ranks"
             )
+
+    @property
+    def splits(self) -> bool:
+        """Whether a share beyond a rank's cap comes in micro-batches."""
+        return bool(self.micro_batches)
 
     @property
     def name(self) -> str:

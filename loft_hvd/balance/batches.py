@@ -287,9 +287,9 @@ class BatchQueue:
         """Note that all batches taken so far have been computed, on every rank."""
         # Only now: the reduction of a step ends on no rank before all have computed theirs.
         for taken in self._taken:
-            done = taken.sizes, taken.num_micro
+            done = taken.sizes, taken.largest_micro
             if done != self._done:  # of thousands of ranks: mostly those of the step before
-                sizes = taken.largest_micro
+                sizes = done[1]
                 self._largest = list(map(max, self._largest or sizes, sizes))
                 self._done = done
         self._taken.clear()
@@ -339,7 +339,8 @@ class BatchQueue:
         """Drop batches that wait and that no backward pass will take, as far as that is sure."""
         assert self._num_ahead is not None
         is_sure = not self._num_ahead or num_batches == self._num_left
-        if not is_sure and len({(each.sizes, each.num_micro) for each in self._waiting}) > 1:
+        kinds = {(each.sizes, each.num_micro, each.micro) for each in self._waiting}
+        if not is_sure and len(kinds) > 1:
             sizes = [list(each.sizes) for each in self._waiting]
             raise UsageError(
                 f"{len(self._waiting)} batches wait for a backward pass, in a loop that fetched "

@@ -63,6 +63,7 @@ class RankLimits:
     found: Mapping[str, int]  # caps that were found by trying, by ``Device.key``
     splits: bool = False  # a share beyond a rank's cap is computed in micro-batches
     first: Sizes = ()  # that adaptive ones start from, [world_size]; empty for equal ones
+    num_micro: int = 1  # of which any rank may have so many, where samples go by cost
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -82,6 +83,12 @@ class RankLimits:
         """Return how many micro-batches each rank's share takes; empty where none is split."""
         return count_micro(sizes, self.caps) if self.splits else ()
 
+    def most_micro(self, sizes: Sequence[int]) -> Sizes:
+        """Return how many micro-batches each rank's share may take where samples go by cost."""
+        if not self.splits:
+            return (1,) * len(sizes)
+        return tuple(max(num, self.num_micro) for num in count_micro(sizes, self.caps))
+
     @classmethod
     def of(
         cls, options: BalancerOptions, devices: tuple[Device, ...], found: Mapping[str, int]
@@ -99,7 +106,9 @@ class RankLimits:
         for cap, device in zip(_given_caps(options, devices), devices, strict=True):
             known = [each for each in (cap, found.get(device.key)) if each is not None]
             caps.append(min(known, default=None))
-        return cls(devices, tuple(caps), grain, max_sizes, found, options.micro_batches)
+        num_micro = int(options.micro_batches)  # True is 1
+        splits = options.splits
+        return cls(devices, tuple(caps), grain, max_sizes, found, splits, num_micro)
 
     def check_sizes(self, sizes: Sequence[int], *, what: str) -> None:
         """Raise a PlanError when a rank's size is above its cap."""

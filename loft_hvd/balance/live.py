@@ -466,7 +466,7 @@ class LivePlan:
         if fetch_s is None:
             self.timer.leave_out()
         fetch_s = fetch_s or 0.0
-        local = sizes.sizes[self._transport.rank]
+        local = sizes.by_plan[self._transport.rank]
         self.timer.batch_arrived(local=local, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
 
     def step_ended(self) -> None:
@@ -503,7 +503,7 @@ class LivePlan:
         """Say whether the step that ends now shows what the newest plan's steps take."""
         trained = self._batches.trained
         # Others are such as an epoch's last batch.
-        if trained is None or (trained.planned or trained.sizes) != self.plan.sizes:
+        if trained is None or trained.by_plan != self.plan.sizes:
             return False
         return trained.step >= self.plan.first_step + SETTLE_STEPS * self.num_passes
 

@@ -67,6 +67,15 @@ class StepSizes:
     num_micro: Sizes = ()
     # Sizes of the plan, where batches are only up to those (a stream's); empty for ``sizes``.
     planned: Sizes = field(default=(), compare=False)
+    # Sizes of the plan, where they are shares of cost and ``sizes`` what these came to; else empty.
+    shares: Sizes = field(default=(), compare=False)
+    # Samples of each rank's micro-batches, where these are no equal parts; else empty.
+    micro: tuple[Sizes, ...] = ()
+
+    @property
+    def by_plan(self) -> Sizes:
+        """Sizes in the unit of the plan, which times are fitted over, [world_size]."""
+        return self.shares or self.planned or self.sizes
 
     @property
     def total(self) -> int:
@@ -76,12 +85,16 @@ class StepSizes:
     @property
     def largest_micro(self) -> Sizes:
         """Samples of the largest backward pass of each rank, [world_size]; 0 for a dummy one."""
+        if self.micro:
+            return tuple(map(max, self.micro))
         if not self.num_micro:
             return self.sizes
         return tuple(-(-size // num) for size, num in zip(self.sizes, self.num_micro, strict=True))
 
     def micro_sizes(self, rank: int) -> Sizes:
         """Return the samples of each backward pass of a rank, one or more; (0,) for a dummy one."""
+        if self.micro:
+            return self.micro[rank]
         num_micro = self.num_micro[rank] if self.num_micro else 1
         return equal_sizes(self.sizes[rank], num_micro)
 

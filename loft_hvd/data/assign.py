@@ -382,6 +382,10 @@ class Assignment:
 
     owners: Ints  # rank that computes each sample, [num_samples]
     local: Ints  # samples of each rank that it holds itself, [world_size]
+    # Where samples went by cost: their places in the batch in the order in which ranks take them,
+    # [num_samples], and how many each micro-batch of each rank has.
+    places: Ints | None = None
+    micro: tuple[tuple[int, ...], ...] = ()
 
 
 def count_rows(rows: npt.NDArray[np.integer], num_rows: int, *, batch_size: int) -> Ints:

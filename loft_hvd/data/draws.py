@@ -16,8 +16,9 @@ from torch import Tensor
 
 from loft_hvd.balance.plan import Plan, Sizes, StepSizes, scale_sizes
 from loft_hvd.config import config
-from loft_hvd.data.assign import Assignment, Homes, assign
+from loft_hvd.data.assign import Assignment, Homes, Ints, assign
 from loft_hvd.data.blocks import Arrangement, BlockShuffle, Order, ShardOrder
+from loft_hvd.data.costs import deal, sizes_by_cost
 from loft_hvd.data.placement import Placement
 from loft_hvd.errors import ArgumentTypeError, DataError
 
@@ -68,6 +69,12 @@ class PlanView(Protocol):
 
     def count_micro(self, sizes: Sizes) -> Sizes:
         """Return how many micro-batches each rank's share takes; empty where none is split."""
+
+    @property
+    def pass_caps(self) -> Sequence[int | None]: ...  # most samples of a backward pass of each rank
+
+    def most_micro(self, sizes: Sizes) -> Sizes:
+        """Return how many micro-batches each rank's share may take where samples go by cost."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +277,9 @@ class Draw:
         The dummy batch takes ``min_batch`` samples of the same global batch, local ones first, so
         that a rank without samples has nothing extra to fetch where that can be helped.
         """
-        mine = self.batch[self.assignment.owners == rank]
+        places = self.assignment.places
+        is_mine = self.assignment.owners == rank
+        mine = self.batch[is_mine] if places is None else self.batch[places[is_mine[places]]]
         if not len(mine):
             is_remote = ~homes.local.holders[homes.rows[self.batch], rank]
             mine = self.batch[np.argsort(is_remote, kind="stable")[:min_batch]]
@@ -375,6 +384,7 @@ def draw_epoch(
     drop_last: bool,
     arrangement: Arrangement | None = None,
     content: int = 0,
+    costs: Ints | None = None,
 ) -> Iterator[Draw]:
     """Cut an epoch's order into global batches and assign each, lazily.
 
@@ -383,7 +393,8 @@ def draw_epoch(
     ``first_step``. Each batch is put in the order of ``arrangement``: an assignment gives runs of
     it to ranks. ``content`` tells the data set from others. A dear assignment is begun while the
     step before it is trained, on a thread of its own and by the plan of that step; where another
-    plan comes into force it is made anew.
+    plan comes into force it is made anew. With ``costs``, of the samples of the data set, sizes are
+    shares of these.
     """
     num_steps = count_steps(len(order) - position, view, drop_last=drop_last)
     thread = ThreadPoolExecutor(1, "loft_hvd-assign")  # starts with the first task
@@ -394,7 +405,10 @@ def draw_epoch(
 
     def begun(step: int, batch: Order, sizes: Sizes) -> Callable[[], Assignment]:
         task = partial(assign, batch, np.array(sizes, np.int64), homes)
-        if not homes.is_dear:
+        if costs is not None:
+            caps, slots = view.pass_caps, view.most_micro(sizes)
+            task = partial(deal, costs.take(batch), sizes, caps=caps, slots=slots)
+        elif not homes.is_dear:
             return task
         what = f"step {step}: the assignment of its samples to ranks"
         return partial(_in_time, thread.submit(task), what=what, since="when training needed it")
@@ -417,6 +431,8 @@ def draw_epoch(
             # Ranks compare it: they drew the same samples.
             digest = zlib.crc32(batch.tobytes(), content)
             step_sizes = StepSizes(plan.plan_id, step, sizes, digest, view.count_micro(sizes))
+            if assignment.micro:
+                step_sizes = sizes_by_cost(step_sizes, assignment.micro, splits=view.splits)
             yield Draw(step_sizes, batch, assignment, position)
     finally:
         # Not waited for: an iteration that was left is closed by whichever thread collects it.

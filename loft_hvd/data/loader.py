@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from multiprocessing import context, popen_fork, process
 from typing import Any
@@ -28,6 +28,7 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 from loft_hvd.balance.plan import Plan, Sizes, StepSizes
 from loft_hvd.data.blocks import BlockShuffle, check_shuffle
 from loft_hvd.data.contents import content_of
+from loft_hvd.data.costs import Costs, check_costs
 from loft_hvd.data.draws import Draw, EpochSettings, Weights, check_weights
 from loft_hvd.data.instead import LOADER, refuse_others
 from loft_hvd.data.placement import Placement, check_placement
@@ -173,6 +174,13 @@ class EvaluationView:
     def count_micro(self, sizes: Sizes) -> Sizes:
         return self._balancer.count_micro(sizes)
 
+    @property
+    def pass_caps(self) -> Sequence[int | None]:
+        return self._balancer.pass_caps
+
+    def most_micro(self, sizes: Sizes) -> Sizes:
+        return self._balancer.most_micro(sizes)
+
 
 class DataLoader(PlannedLoader):
     """Loads each rank's share of every global batch; batches are those of torch's own loader.
@@ -207,6 +215,10 @@ class DataLoader(PlannedLoader):
             ``WeightedRandomSampler`` does. In place of each sample once an epoch.
         num_samples: samples that an epoch draws by ``weights``; None for as many as the data set
             has.
+        cost: what each sample costs, such as its tokens: a whole number >= 1 for each sample of the
+            data set. A step's samples then go to ranks so that what they cost, padded to the
+            longest of a batch or micro-batch, is shared as the plan's sizes say; how many samples a
+            rank has follows from it, at most ``max_batch`` in a backward pass.
         train: False for evaluation: every sample once, by the plan there is when an iteration
             begins (begin it between the same two steps on every rank); no sizes or times reach the
             balancer.
@@ -240,6 +252,7 @@ class DataLoader(PlannedLoader):
         relaxed: bool = False,
         weights: Weights | None = None,
         num_samples: int | None = None,
+        cost: Costs | None = None,
         train: bool = True,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -269,8 +282,14 @@ class DataLoader(PlannedLoader):
         self.pin_memory = pin_memory
         self.collate_fn: Callable[[list[Any]], Any] = collate_fn or default_collate
         keeper = keeper_of(dataset) if train else None
+        has_places = given is not None or keeper is not None
         self._batches = GlobalBatches(
-            settings, self._view, keeper=keeper, given=given, content=content_of(dataset)
+            settings,
+            self._view,
+            keeper=keeper,
+            given=given,
+            content=content_of(dataset),
+            costs=check_costs(cost, len(placement), has_places=has_places),
         )
         self._position = 0  # samples of the epoch, of all ranks, in the batches yielded
         # Of batches and their tensors, as far as seen; None once nothing more is to be told.
@@ -389,8 +408,10 @@ class DataLoader(PlannedLoader):
 
     def _begin(self, draw: Draw, fetch_s: float, stall_s: float, cached: int) -> None:
         rank = self._view.rank
-        local = int(draw.assignment.local[rank])
-        remote = draw.step_sizes.sizes[rank] - local
+        # Of samples that went by cost all are local; times are fitted over what is planned.
+        shares = draw.step_sizes.shares
+        local = shares[rank] if shares else int(draw.assignment.local[rank])
+        remote = 0 if shares else draw.step_sizes.sizes[rank] - local
         cached = max(0, min(cached, remote))  # what a user's data set counts is not ours to trust
         self._balancer.begin_batch(
             draw.step_sizes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ from loft_hvd.balance.latency import Held
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
 from loft_hvd.copies import NeverCopied
-from loft_hvd.data.assign import Homes
+from loft_hvd.data.assign import Homes, Ints
 from loft_hvd.data.blocks import BlockShuffle, ShardOrder, check_shuffle
 from loft_hvd.data.contents import content_of
+from loft_hvd.data.costs import Costs, check_costs
 from loft_hvd.data.draws import (
     Draw,
     EpochOrders,
@@ -337,9 +339,11 @@ class GlobalBatches:
         keeper: Keeper | None = None,
         given: Placement | None = None,
         content: int = 0,
+        costs: Ints | None = None,
     ) -> None:
         self.settings = settings
-        self._content = content
+        self._costs = costs  # of the samples of the data set, where owners go by these
+        self._content = content if costs is None else zlib.crc32(costs.tobytes(), content)
         self._orders = EpochOrders(settings)
         self.view = view
         self._keeper, self._given = keeper, given  # what the user gave, which None leaves open
@@ -419,6 +423,7 @@ class GlobalBatches:
             drop_last=self.settings.drop_last,
             arrangement=self.settings.arrangement(self.epoch),
             content=self._content,
+            costs=self._costs,
         ):
             if self._keeper is not None:
                 self._keeper.note(draw)
@@ -510,7 +515,7 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
     Args:
         dataset: the data set, or its number of samples.
         balancer: gives the sizes and takes what was drawn.
-        placement, shuffle, seed, drop_last, relaxed, weights, num_samples: see
+        placement, shuffle, seed, drop_last, relaxed, weights, num_samples, cost: see
             ``loft.DataLoader``.
 
     Raises:
@@ -533,6 +538,7 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
         relaxed: bool = False,
         weights: Weights | None = None,
         num_samples: int | None = None,
+        cost: Costs | None = None,
         **others: Any,
     ) -> None:
         check_balancer(balancer)
@@ -542,13 +548,16 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
         weighted = check_weights(weights, num_samples, len(placement), shuffle=shuffle)
         order = check_shuffle(shuffle, dataset)
         settings = EpochSettings(placement, order, seed, drop_last, relaxed, weighted)
+        keeper = keeper_of(dataset)
+        has_places = given is not None or keeper is not None
         self._balancer = balancer
         self._batches = GlobalBatches(
             settings,
             balancer,
-            keeper=keeper_of(dataset),
+            keeper=keeper,
             given=given,
             content=content_of(dataset),
+            costs=check_costs(cost, len(placement), has_places=has_places),
         )
         self._resume_step: int | None = None
         self._start = (0, 0)  # position and step at which the iteration began

@@ -25,6 +25,7 @@ from torch.utils.data import Sampler, default_collate
 
 from loft_hvd.balance.plan import Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
+from loft_hvd.data.costs import whole_cost
 from loft_hvd.data.instead import STREAM, in_place_of, refuse_others
 from loft_hvd.data.sampler import PlannedLoader, PlanSource, check_epoch
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError, UsageError
@@ -34,7 +35,6 @@ from loft_hvd.transport.waits import seconds, totals
 __all__ = ["StreamLoader", "StreamPlanSource"]
 
 _logger = logging.getLogger(__name__)
-_MOST_COST = 2**31  # of a sample; bound: sums of all ranks fit an int64
 
 
 class StreamPlanSource(PlanSource, Protocol):
@@ -91,15 +91,7 @@ class _Samples:
     def _cost_of(self, sample: Any) -> int:
         if self._cost is None:
             return 1
-        cost = self._cost(sample)
-        if isinstance(cost, bool) or not isinstance(cost, int | np.integer):
-            raise ArgumentTypeError(
-                f"StreamLoader: cost={cost!r} of a sample is of type {type(cost).__name__}; the "
-                "function returns a whole number, such as its tokens"
-            )
-        if not 1 <= cost <= _MOST_COST:
-            raise ArgumentError(f"StreamLoader: cost={cost} of a sample must be >= 1 and <= 2**31")
-        return int(cost)
+        return whole_cost(self._cost(sample))
 
     def take(self, share: int) -> tuple[Any, int] | None:
         samples: list[Any] = []

@@ -81,6 +81,12 @@ _SCRIPTS = {
                 "",
                 "assert (len(micro_batches) > 1) is (hvd.rank() == 3)  # 22 samples, at most 16\n",
             ),
+            "balancer = loft.Balancer(256, micro_batches=8)": (
+                "lengths = torch.arange(1, 601)\n"
+                "texts = [torch.ones(int(length)) for length in lengths]\n"
+                "pad = torch.nn.utils.rnn.pad_sequence\n",
+                "assert total(sum(x.shape[1] for parts in loader for x in parts)) == 600\n",
+            ),
             "weights = (1 / labels.bincount())[labels]  # one for each sample": (
                 "labels = dataset.tensors[1]\nbalancer = loft.Balancer(256)\n",
                 _TRAINED,

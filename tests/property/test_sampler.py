@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment, linprog
 
+from loft_hvd.balance.plan import scale_sizes
 from loft_hvd.data.assign import Ints, assign, count_local, strata_caps
 from loft_hvd.data.draws import Draw, EpochSettings, count_steps, epoch_order
 from loft_hvd.data.placement import Placement
@@ -37,6 +38,7 @@ class Case:
     drop_last: bool
     relaxed: bool = False
     shuffle: bool = True
+    costs: Ints | None = None  # of the samples, where owners go by these
 
     def batches(self) -> GlobalBatches:
         options = EpochSettings(
@@ -46,7 +48,7 @@ class Case:
             self.drop_last,
             self.relaxed,
         )
-        batches = GlobalBatches(options, self.plans)
+        batches = GlobalBatches(options, self.plans, costs=self.costs)
         batches.set_epoch(self.epoch)
         return batches
 
@@ -62,9 +64,20 @@ def cases(draw: st.DrawFn) -> Case:
     sizes = sizes_of(world_size, total=global_batch_size)
     later = draw(st.dictionaries(st.integers(1, 30), sizes, max_size=6))
     min_ranks = draw(st.integers(1, world_size))
+    plans = FakePlans(draw(sizes), min_ranks=min_ranks, later=later)
+    costs = None
+    if draw(st.booleans(), label="by cost"):
+        spread = draw(st.sampled_from([1, 3, 1000, 2**31]))
+        seed = draw(st.integers(0, 99))
+        costs = np.random.default_rng(seed).integers(1, spread + 1, num_samples)
+        if draw(st.booleans(), label="micro-batches"):
+            most = -(-global_batch_size // 16)
+            caps = st.lists(st.integers(most, 96), min_size=world_size, max_size=world_size)
+            plans.caps, plans.num_micro = draw(caps), draw(st.integers(1, 16))
     return Case(
         placement=draw(placements(num_samples, world_size)),
-        plans=FakePlans(draw(sizes), min_ranks=min_ranks, later=later),
+        plans=plans,
+        costs=costs,
         seed=draw(st.integers(0, 2**40)),
         epoch=draw(st.integers(0, 5)),
         drop_last=draw(st.booleans()),
@@ -107,6 +120,9 @@ def test_global_batches_do_not_depend_on_the_plans(case: Case, data: st.DataObje
     case.plans.later = data.draw(st.dictionaries(st.integers(0, 30), sizes, max_size=6))
     after = case.draws()
     assert [draw.batch.tolist() for draw in after] == [draw.batch.tolist() for draw in before]
+    case.costs = None
+    plain = case.draws()
+    assert [draw.batch.tolist() for draw in after] == [draw.batch.tolist() for draw in plain]
 
 
 @laws
@@ -119,6 +135,20 @@ def test_every_rank_makes_the_counted_steps_and_enough_ranks_work(case: Case) ->
         owned = np.bincount(draw.assignment.owners, minlength=case.plans.world_size)
         assert tuple(owned) == draw.step_sizes.sizes
         assert sum(size > 0 for size in draw.step_sizes.sizes) >= case.plans.min_ranks
+        if case.costs is not None:
+            shares = scale_sizes(
+                draw.step_sizes.shares, len(draw.batch), min_ranks=case.plans.min_ranks
+            )
+            assert shares == draw.step_sizes.shares
+            pairs = zip(draw.step_sizes.sizes, shares, strict=True)
+            assert all((size > 0) == (share > 0) for size, share in pairs)
+        for rank, cap in enumerate(case.plans.caps):
+            micro = draw.step_sizes.micro_sizes(rank)
+            assert sum(micro) == draw.step_sizes.sizes[rank]
+            assert cap is not None
+            assert max(micro) <= cap
+            assert len(micro) <= 16
+            assert min(micro) > 0 or micro == (0,)
 
 
 @laws
@@ -146,6 +176,8 @@ def test_resuming_with_any_world_finishes_the_epoch_exactly_once(
         case.plans = FakePlans(
             data.draw(sizes_of(world_size, total=data.draw(st.integers(world_size, 96))))
         )
+        if case.costs is not None:  # a run may go on with other costs, or without
+            case.costs = data.draw(st.sampled_from([None, case.costs[::-1].copy()]))
     batches = case.batches()
     done += samples_of(list(batches.start(first_step=batches.load_state_dict(state).step)[1]))
     assert sorted(done) == sorted(expected)

@@ -55,6 +55,7 @@ class FakePlans:
     num_waiting: int = 0
     counts_samples: bool = False
     caps: Sequence[int | None] = ()  # of a backward pass, where shares are split
+    num_micro: int = 1  # that any rank may have, where samples go by cost and shares are split
 
     @property
     def world_size(self) -> int:
@@ -70,6 +71,15 @@ class FakePlans:
 
     def count_micro(self, sizes: Sizes) -> Sizes:
         return count_micro(sizes, self.caps) if self.caps else ()
+
+    @property
+    def pass_caps(self) -> Sequence[int | None]:
+        return self.caps or (None,) * self.world_size
+
+    def most_micro(self, sizes: Sizes) -> Sizes:
+        if not self.caps:
+            return (1,) * len(sizes)
+        return tuple(max(num, self.num_micro) for num in count_micro(sizes, self.caps))
 
     @property
     def plan(self) -> Plan:

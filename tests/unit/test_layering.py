@@ -115,6 +115,7 @@ _LAYERS = {
     "data/__init__.py": 0,
     "data/arrow.py": 1,
     "data/contents.py": 0,
+    "data/costs.py": 2,
     "data/flow.py": 2,
     "data/assign.py": 2,
     "data/placement.py": 2,

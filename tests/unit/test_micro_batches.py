@@ -240,9 +240,17 @@ def test_more_than_16_micro_batches_are_refused() -> None:
         )
 
 
-def test_micro_batches_are_asked_for_with_true_or_false() -> None:
-    with pytest.raises(ArgumentTypeError, match="micro_batches=4 must be True or False"):
-        loft.Balancer(8, micro_batches=4, transport=LocalWorld(1).transport(0))  # type: ignore[arg-type]
+def test_micro_batches_are_asked_for_with_true_or_a_number() -> None:
+    alone = LocalWorld(1).transport(0)
+    with pytest.raises(ArgumentTypeError, match="micro_batches='4' must be True, False or a"):
+        loft.Balancer(8, micro_batches="4", transport=alone)  # type: ignore[arg-type]
+    for wrong in (0, 17):
+        with pytest.raises(ArgumentError, match=f"micro_batches={wrong} must be from 1 to 16"):
+            loft.Balancer(8, micro_batches=wrong, transport=alone)
+    # Of samples that go by number, caps alone say how many micro-batches there are.
+    balancer = loft.Balancer(8, max_batch=4, micro_batches=16, transport=alone)
+    assert balancer.splits
+    assert balancer.count_micro((8,)) == (2,)
 
 
 def test_what_counts_the_passes_itself_refuses_micro_batches() -> None:
