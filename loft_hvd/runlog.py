@@ -20,6 +20,7 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
   ``plan_id`` and ``predicted_s``, what a step of the newest plan should take from now on;
 * ``decision``: why a plan was made, as in ``Decision``;
 * ``explain``: ``text``, the policy's own words on its fit and its doubts;
+* ``noise``: how much gradients differ from sample to sample, as in ``GradientNoise``;
 * ``spread``: ``ratios`` [world_size] and ``usual``, how far ranks' gradients lie apart for good, as
   in ``Spread``;
 * ``same_data``: ``groups`` of ranks that read the same data, as in ``SameData``;
@@ -39,10 +40,10 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 
 A number that is not finite is null.
 
-``times``, ``fit``, ``explain``, ``links``, ``suspicion`` and ``scalars`` are passing: the newest
-say most. When the file has reached its limit, half of the lines of each passing kind are taken out,
-the older the more, so that the whole run stays in sight. Lines of the other kinds are never taken
-out. While the disk is full they wait in memory, and passing ones are left out.
+``times``, ``fit``, ``explain``, ``links``, ``noise``, ``suspicion`` and ``scalars`` are passing:
+the newest say most. When the file has reached its limit, half of the lines of each passing kind are
+taken out, the older the more, so that the whole run stays in sight. Lines of the other kinds are
+never taken out. While the disk is full they wait in memory, and passing ones are left out.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ MOST_ROWS = 32  # ranks or workers in a line: a line of 1,000 has 400 kB, one of
 # 0.08 s of one core, once in some 16 hours of 8 ranks.
 _MAX_BYTES = 16 * 1024 * 1024
 _MOST_READ = 8 * _MAX_BYTES  # of a file from anywhere: what must stay is not in the bound
-_PASSING = ("times", "fit", "explain", "links", "suspicion", "scalars")
+_PASSING = ("times", "fit", "explain", "links", "noise", "suspicion", "scalars")
 _PASSING_HEAD = re.compile(
     rb'{"kind": "(' + "|".join(_PASSING).encode() + rb')", "time_s": [^,]+, "step": (\d+)'
 )

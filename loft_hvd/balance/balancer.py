@@ -18,6 +18,7 @@ from loft_hvd.balance.balancer_options import BalancerOptions, MaxBatch
 from loft_hvd.balance.batches import OTHER_THREAD, BatchQueue, plan_in_force
 from loft_hvd.balance.controller import write_decisions
 from loft_hvd.balance.first_sizes import FirstSizes
+from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.balance.latency import Held
 from loft_hvd.balance.limits import assume_limits, meet
@@ -346,6 +347,14 @@ class Balancer(NeverCopied):
     def times(self) -> tuple[RankTimes, ...]:
         """Average times of every rank over the last interval, [world_size]; empty at first."""
         return self._live.times
+
+    @property
+    def noise(self) -> GradientNoise | None:
+        """How much gradients differ from sample to sample, as an optimizer has measured it.
+
+        The same on every rank; None in the first 50 steps, or where nobody measures it.
+        """
+        return self._live.noise
 
     @contextmanager
     def step(self, num_samples: int, *, fetch_s: float = 0.0) -> Iterator[None]:
@@ -737,6 +746,10 @@ class Balancer(NeverCopied):
     def hold(self, ranks: Sequence[int]) -> None:
         """Give ranks that are in quarantine no samples from the next adaptive plan on."""
         self._live.hold(ranks)
+
+    def note_noise(self, noise: GradientNoise | None) -> None:
+        """Take what is known of the gradients' noise, the same on every rank."""
+        self._live.noise = noise
 
     def step_ended(self) -> None:
         """Close an optimizer step; exchange times and plans when it is time for them."""

@@ -35,6 +35,7 @@ from loft_hvd.balance.balancer_options import BalancerOptions
 from loft_hvd.balance.batches import BatchQueue, plan_in_force
 from loft_hvd.balance.controller import Controller, Decision
 from loft_hvd.balance.explain import describe, fit_record, ranks_to_log
+from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.balance.interval import SUM, Head, RankTimes, Report
 from loft_hvd.balance.limits import RankLimits
 from loft_hvd.balance.plan import Plan, Sizes
@@ -371,6 +372,7 @@ class LivePlan:
         self.history = first_plans(options, limits, self._controller)  # the newest last
         self._report: Report | None = None  # the newest one with times
         self._held: tuple[int, ...] = ()  # ranks in quarantine
+        self.noise: GradientNoise | None = None  # of the gradients, as last measured
         self.num_passes = 1  # backward passes of an optimizer step
         self.num_steps = 0  # optimizer steps taken
         self.write_head()
@@ -684,7 +686,8 @@ class LivePlan:
             if self._transport.rank == 0:
                 head = self._controller.explain(verbose=verbose)
         due = f"ranks exchange times next at step {self._say_due()}"
-        return "\n".join([describe(self.times), head, *self._say_links(), due])
+        noise = [] if self.noise is None else [self.noise.describe(self.plan.global_batch_size)]
+        return "\n".join([describe(self.times), head, *noise, *self._say_links(), due])
 
     def _say_links(self) -> list[str]:
         """Say which of this rank's links lose much, where rows travel by datagrams."""

@@ -366,6 +366,7 @@ class DDPHook(NeverCopied):
                 [self._rule],
                 self._watching,
                 is_on_cpu=device.type == "cpu",
+                knows_sizes=isinstance(self._batches, StepSource),
                 log=self._batches.log,
             )
         if self._device != device:
@@ -480,7 +481,8 @@ class DDPHook(NeverCopied):
             parameters = list(self._parameters.values())
             names = [self._names.get(id(p)) or f"of shape {list(p.shape)}" for p in parameters]
             judgement.look_at(parameters, names, [self._rule] * len(names), _ZEROED_ADVICE)
-        if judgement.gradients_reduced(results) and self._engine is not None:
+        samples = self._passes.samples(is_mean=isinstance(self._rule, Mean))
+        if judgement.gradients_reduced(results, samples) and self._engine is not None:
             self._engine.judge_by(is_model=judgement.is_model)
         self._step.clear()
 
@@ -494,6 +496,7 @@ class DDPHook(NeverCopied):
         self._passes.has_shares = self._is_fresh = False
         # Before the step ends: a plan may be made at its end.
         self._batches.hold(self._judgement.watch.absent_ranks)
+        self._batches.note_noise(self._judgement.noise)
         self._batches.step_ended()
         if self._links is not None:
             self._links.step_ended()

@@ -341,6 +341,7 @@ class EqualBatches:
         """Time nothing, plan nothing, and let any world and any rule be right."""
 
     check_world = require = compute_on = gradient_arrived = computing_ended = hold = _ignore
+    note_noise = _ignore
 
 
 def batches_of(

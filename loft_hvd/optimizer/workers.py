@@ -152,6 +152,7 @@ class OptimizerWorld:
             options.watching,
             groups=self._workers.groups,
             is_on_cpu=found.are_on_cpu,
+            knows_sizes=options.balancer is not None,
             log=self.log,
         )
         self._look_at(found)
@@ -302,6 +303,7 @@ class OptimizerWorld:
         """Note that the optimizer has taken its step."""
         # Before the step ends: a plan may be made at its end.
         self._batches.hold(self._judgement.watch.absent_ranks)
+        self._batches.note_noise(self._judgement.noise)
         self._batches.step_ended()
         if self._links is not None:
             self._links.step_ended()

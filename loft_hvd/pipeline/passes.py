@@ -25,6 +25,7 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import UsageError
 from loft_hvd.pipeline.momentum import AverageWeights, Blend, WorkerMomentum
+from loft_hvd.pipeline.noise import StepSamples
 from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
 from loft_hvd.transport.base import Channel
 
@@ -309,6 +310,43 @@ class Passes:
         """Return the step's batches: one that the script cuts up itself takes several passes."""
         passes = self._sizes
         return [each for at, each in enumerate(passes) if not at or each is not passes[at - 1]]
+
+    def samples(self, *, is_mean: bool, is_sum: bool = False) -> StepSamples | None:
+        """Return what the step's gradients are of; None where nobody says how many samples.
+
+        ``is_mean``: they are reduced by a plain mean, and ``is_sum``: then multiplied by the number
+        of ranks.
+        """
+        if not self._sizes:
+            return None
+        batches, rank, num_ranks = self.batches(), self._channel.rank, self._channel.world_size
+        # How much of each pass's mean gradient a rank's sum has, [num_ranks][num_batches].
+        shares = [
+            [num_ranks * each.sizes[at] / each.total if is_mean else 1.0 for each in batches]
+            for at in range(num_ranks)
+        ]
+        counts = []
+        for at, present in enumerate(self.weights().present):
+            # A pass of x samples adds its share of G, and noise of share**2 / x.
+            own_passes = [
+                (share, each.sizes[at])
+                for share, each in zip(shares[at], batches, strict=True)
+                if each.sizes[at]
+            ]
+            noise = sum(share**2 / size for share, size in own_passes)
+            whole = sum(share for share, _ in own_passes)
+            counts.append(whole**2 / noise if present and noise else 0.0)
+        own = 1.0
+        if self._has_share:
+            own = sum(shares[rank]) if is_mean else self.share(0)
+        return StepSamples(
+            counts=tuple(counts),
+            total=len(batches) ** 2 / sum(1 / each.total for each in batches),
+            own=own or 1.0,
+            rows=len(batches),
+            result=len(batches) * (num_ranks if is_sum else 1),
+            averages=None if self._momentum is None else self._average_weights(),
+        )
 
     def _average_weights(self) -> AverageWeights:
         assert self._momentum is not None

@@ -273,7 +273,11 @@ class GradientReducer:
                     self._gradients.pack(bucket, values, scale=scale)
                     self._outgoing.call(bucket, values)
             self._hand_out()
-        if self._judgement.gradients_reduced([each.grad for each in self.parameters]):
+        samples = self._passes.samples(
+            is_mean=all(isinstance(rule, Mean) for rule in self._spec_rules),
+            is_sum=self._settings.is_sum,
+        )
+        if self._judgement.gradients_reduced([each.grad for each in self.parameters], samples):
             self.engine.judge_by(is_model=self._judgement.is_model)
         self._passes.step_reduced()
         self._clear_step()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 from loft_hvd.balance.controller import Decision
+from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.codec import Count, Within, decode
 from loft_hvd.errors import ArgumentError, DataError
@@ -19,7 +20,7 @@ from loft_hvd.pipeline.suspicion.report import NotFinite, SameData, WorkerReport
 from loft_hvd.transport.datagram import LinkLosses
 
 __all__ = ["DecisionLine", "Explain", "Fault", "FitOfRank", "Fits", "Line", "LinksLine"]
-__all__ += ["PassCounts", "Plans"]
+__all__ += ["NoiseLine", "PassCounts", "Plans"]
 __all__ += ["Rules", "Run", "Scalars", "ScheduleLine", "SpreadLine", "Store", "StoreReads"]
 __all__ += ["SuspicionLine", "Thinned", "Times"]
 __all__ += ["newest_of", "of_kind", "read_line", "read_lines"]
@@ -173,6 +174,31 @@ class SpreadLine(Line):
 
 
 @dataclass(frozen=True)
+class NoiseLine(Line):
+    """How much gradients differ from sample to sample."""
+
+    signal: float
+    signal_error: float
+    variance: float
+    variance_error: float
+    num_steps: Count
+    scale_error: float | None = None  # None where the scale is infinite
+    scale: float | None = None  # likewise
+
+    @property
+    def noise(self) -> GradientNoise:
+        """What was measured."""
+        return GradientNoise(
+            signal=self.signal,
+            signal_error=self.signal_error,
+            variance=self.variance,
+            variance_error=self.variance_error,
+            scale_error=math.inf if self.scale_error is None else self.scale_error,
+            num_steps=self.num_steps,
+        )
+
+
+@dataclass(frozen=True)
 class SameDataLine(Line):
     """Which ranks read the same data."""
 
@@ -249,6 +275,7 @@ _KINDS: dict[str, type[Line]] = {
     "explain": Explain,
     "same_data": SameDataLine,
     "not_finite": NotFiniteLine,
+    "noise": NoiseLine,
     "spread": SpreadLine,
     "links": LinksLine,
     "suspicion": SuspicionLine,

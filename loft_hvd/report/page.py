@@ -16,6 +16,7 @@ from loft_hvd.report.entries import (
     Fits,
     Line,
     LinksLine,
+    NoiseLine,
     PassCounts,
     Plans,
     Rules,
@@ -97,6 +98,7 @@ def _sections(read: Sequence[Line], title: str) -> Iterator[str]:
     yield from _throughput(times, later)
     yield from _scalars(of_kind(Scalars, world))
     yield from _plans(plans, last_step=last_step)
+    yield from _noise(of_kind(NoiseLine, world), plans)
     yield from _predictions(world, times, plans, later)
     made = [passes.in_steps(each) for each in of_kind(DecisionLine, world)]
     yield from _decisions(made, plans, times)
@@ -181,6 +183,18 @@ def _scalars(entries: Sequence[Scalars]) -> Iterator[str]:
         yield lines([(name, points)], label=name, is_from_zero=False)
     if len(names) > _MOST_SCALARS:
         yield _none(f"{len(names) - _MOST_SCALARS} more names of numbers are not shown")
+
+
+def _noise(entries: Sequence[NoiseLine], plans: Sequence[Plans]) -> Iterator[str]:
+    """Draw the gradients' noise scale, with the global batch beside it."""
+    if not entries or not plans:
+        return
+    yield "<h2>Noise of gradients, in samples</h2>"
+    scales = [(float(entry.step), entry.scale) for entry in entries if entry.scale is not None]
+    batches = [(float(plan.first_step), float(sum(plan.sizes))) for plan in plans]
+    ends = [*batches, (float(entries[-1].step), batches[-1][1])]
+    yield lines([("noise scale", scales), ("global batch", ends)], label="samples", is_stepped=True)
+    yield f"<p>{escape(entries[-1].noise.describe(sum(plans[-1].sizes)))}</p>"
 
 
 def _plans(entries: Sequence[Plans], *, last_step: int) -> Iterator[str]:

@@ -14,6 +14,7 @@ from loft_hvd.report.entries import (
     Fault,
     Line,
     LinksLine,
+    NoiseLine,
     PassCounts,
     Plans,
     Run,
@@ -21,6 +22,7 @@ from loft_hvd.report.entries import (
     SuspicionLine,
     Thinned,
     Times,
+    newest_of,
     of_kind,
     read_lines,
 )
@@ -78,9 +80,11 @@ def _newest(lines: Sequence[Line]) -> Iterator[str]:
     if isinstance(links, LinksLine):
         yield links_line(links, of_kind(LinksLine, world))
         yield from _link_rows(links)
-    for line in (last.get(kind) for kind in (Explain, SpreadLine, SuspicionLine)):
+    for line in (last.get(kind) for kind in (Explain, NoiseLine, SpreadLine, SuspicionLine)):
         if isinstance(line, Explain):
             yield line.text
+        elif isinstance(line, NoiseLine) and (plan := newest_of(Plans, world)) is not None:
+            yield line.noise.describe(sum(plan.sizes))
         elif isinstance(line, SpreadLine):
             yield spread_line(line)
         elif isinstance(line, SuspicionLine):

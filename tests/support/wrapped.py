@@ -66,6 +66,7 @@ def make_reducer(
             [rule],
             Watching(settings.get("scope", "shard"), diagnostics=False),
             is_on_cpu=True,
+            knows_sizes=False,
             log=RunLog(None),
         ),
     )

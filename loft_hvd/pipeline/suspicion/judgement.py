@@ -20,8 +20,10 @@ from torch import Tensor
 from loft_hvd.aggregation.filling import Holes
 from loft_hvd.aggregation.row_rules import Robust, RowRule
 from loft_hvd.aggregation.rules import Mean, Rule
+from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.pipeline.buckets import Bucket
 from loft_hvd.pipeline.gradients import sum_up
+from loft_hvd.pipeline.noise import NoiseMeter, StepSamples
 from loft_hvd.pipeline.ring import Rows
 from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.suspicion.finite import FiniteWatch
@@ -50,6 +52,7 @@ _logger = logging.getLogger(__name__)
 _LOOK_EVERY = 10
 # Steps after which the run log has who is off even though nothing has changed.
 _WRITE_EVERY = 100
+_FIRST_NOISE = 50  # steps after which that of gradients is known first
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Judgement:
         asked: what the user wants.
         groups: of ranks, each a worker; None where each rank is one.
         is_on_cpu: whether this rank's gradients are on a CPU.
+        knows_sizes: somebody says how many samples gradients are of, so that noise is measured.
         log: the run log.
 
     Attributes:
@@ -96,6 +100,7 @@ class Judgement:
         *,
         groups: Groups | None = None,
         is_on_cpu: bool,
+        knows_sizes: bool,
         log: RunLog,
     ) -> None:
         self._channel = channel
@@ -104,6 +109,9 @@ class Judgement:
         self.num_workers = groups.num_groups if groups else channel.world_size
         self._log = log
         self._num_steps = 0
+        self._noise = None
+        if knows_sizes and channel.world_size > 1:
+            self._noise = NoiseMeter(channel, rules, groups)
         self._rules: tuple[Rule, ...] = ()  # in the log
         self._told: tuple[object, ...] = ()  # each worker's standing in the newest line
         watches = self._watches(is_on_cpu)
@@ -179,6 +187,8 @@ class Judgement:
             self.watch = fresh
         elif isinstance(fresh, WorkerWatch):
             self.watch.judge_by(fresh.rule)
+        if self._noise is not None and not self._noise.suits(rules):
+            self._noise = NoiseMeter(self._channel, rules, self._groups)
         self._write_rules(rules)
 
     # A step, in the engine's thread.
@@ -193,6 +203,8 @@ class Judgement:
     ) -> None:
         """Apply a rule to rows, as ``run_rule``, and look at them on the way."""
         self.watch.run(rows, rule, weights, out, holes)
+        if self._noise is not None:
+            self._noise.look(rows, out)
 
     def packed(self, bucket: Bucket, values: Tensor, rule: Rule) -> None:
         """Look at what this rank is about to send of a bucket, [numel]; it may mark it."""
@@ -237,6 +249,8 @@ class Judgement:
         """Note the gradient of a parameter, as this rank has it, before anything changes it."""
         if gradient is None:
             return
+        if self._noise is not None:
+            self._noise.sent(at, gradient)
         if self._same is not None and not self._same.has_ended:
             self._same.sent(at, sum_up(gradient, NUM_SUMS))
         if self._zeroed is None or self._spread is None:
@@ -254,6 +268,8 @@ class Judgement:
     def computing_ended(self) -> None:
         """Send evidence when it is time to, beside buckets in flight."""
         self.watch.computing_ended()
+        if self._noise is not None:
+            self._noise.computing_ended()
 
     def score(self) -> None:
         """Score the rows of the step before, while this step's are on their way."""
@@ -272,9 +288,16 @@ class Judgement:
             self.watch.same_data_found(found)
             self._log.write("same_data", groups=[asdict(group) for group in found])
 
-    def gradients_reduced(self, results: Sequence[Tensor | None]) -> bool:
-        """Look at a step's results, by parameter; say whether ``is_model`` has changed."""
+    def gradients_reduced(
+        self, results: Sequence[Tensor | None], samples: StepSamples | None
+    ) -> bool:
+        """Look at a step's results, by parameter; say whether ``is_model`` has changed.
+
+        ``samples`` are what they are of, where somebody says so.
+        """
         before, found = self.is_model, None
+        if self._noise is not None:
+            self._take_noise(self._noise.step_reduced(samples, results))
         if self._finite is not None:
             marked = [results[at] for at in self._finite.parameters]
             lost = self._finite.step_reduced(self._log.step + 1, marked, self._names)
@@ -305,6 +328,18 @@ class Judgement:
                 self._log.write("scope", scope="model" if self.is_model else "shard")
         if self._channel.rank == 0:
             tell_scope(found, is_model=self.is_model)
+
+    # The gradients' noise.
+
+    @property
+    def noise(self) -> GradientNoise | None:
+        """What is known of the gradients' noise by now; the same on every rank."""
+        return None if self._noise is None else self._noise.newest
+
+    def _take_noise(self, found: GradientNoise | None) -> None:
+        is_due = self._num_steps == _FIRST_NOISE or self._num_steps % _WRITE_EVERY == 0
+        if found is not None and is_due:
+            self._log.write("noise", **asdict(found), scale=found.scale)
 
     # The run log.
 
