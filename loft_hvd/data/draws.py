@@ -55,7 +55,7 @@ class PlanView(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def global_batch_size(self) -> int: ...  # samples of all ranks in one step
+    def global_batch_size(self) -> int: ...  # of all ranks in a step of the newest plan
     @property
     def min_batch(self) -> int: ...  # samples of the dummy batch of a rank without samples
     @property
@@ -366,7 +366,7 @@ def spread(order: Order, groups: npt.NDArray[np.int32]) -> Order:
 
 
 def count_steps(num_samples: int, view: PlanView, *, drop_last: bool) -> int:
-    """Return the steps that ``num_samples`` make, the same on every rank.
+    """Return the steps that ``num_samples`` make by the newest plan, the same on every rank.
 
     A last batch of fewer than ``min_ranks`` samples is no step.
     """
@@ -388,7 +388,7 @@ def draw_epoch(
 ) -> Iterator[Draw]:
     """Cut an epoch's order into global batches and assign each, lazily.
 
-    The plan of a step is asked for when the step is drawn; it decides owners and never members.
+    The plan of a step is asked for when the step is drawn; its sum is how many samples follow.
     ``position`` samples of the order are consumed already; steps count over epochs from
     ``first_step``. Each batch is put in the order of ``arrangement``: an assignment gives runs of
     it to ranks. ``content`` tells the data set from others. A dear assignment is begun while the
@@ -396,38 +396,40 @@ def draw_epoch(
     plan comes into force it is made anew. With ``costs``, of the samples of the data set, sizes are
     shares of these.
     """
-    num_steps = count_steps(len(order) - position, view, drop_last=drop_last)
     thread = ThreadPoolExecutor(1, "loft_hvd-assign")  # starts with the first task
+    fewest = max(view.min_ranks, 1)
 
-    def batch_at(begin: int) -> Order:
-        batch = order[begin : begin + view.global_batch_size]
-        return batch if arrangement is None else arrangement(batch)
-
-    def begun(step: int, batch: Order, sizes: Sizes) -> Callable[[], Assignment]:
+    def begun(step: int, plan: Plan, begin: int) -> tuple[Order, Sizes, Callable[[], Assignment]]:
+        batch = order[begin : begin + plan.global_batch_size]
+        if arrangement is not None:
+            batch = arrangement(batch)
+        sizes = _sizes_of(plan, batch, view)
         task = partial(assign, batch, np.array(sizes, np.int64), homes)
         if costs is not None:
             caps, slots = view.pass_caps, view.most_micro(sizes)
             task = partial(deal, costs.take(batch), sizes, caps=caps, slots=slots)
         elif not homes.is_dear:
-            return task
+            return batch, sizes, task
         what = f"step {step}: the assignment of its samples to ranks"
-        return partial(_in_time, thread.submit(task), what=what, since="when training needed it")
+        since = "when training needed it"
+        return batch, sizes, partial(_in_time, thread.submit(task), what=what, since=since)
 
     try:
-        following = batch_at(position)
-        likely: Sizes = ()
-        assigned: Callable[[], Assignment] | None = None
-        for step in range(first_step, first_step + num_steps):
-            batch, position = following, position + len(following)
+        likely: Sizes | None = None  # sizes of the plan by which the step's assignment has begun
+        for step in itertools.count(first_step):
+            num_left = len(order) - position
+            if num_left < fewest:
+                return
             plan = view.plan_at(step)
-            sizes = _sizes_of(plan, batch, view)
-            if assigned is None or sizes != likely:
-                assigned = begun(step, batch, sizes)
-            assignment = assigned()
-            if step + 1 < first_step + num_steps:
-                following = batch_at(position)
-                likely = _sizes_of(plan, following, view)
-                assigned = begun(step + 1, following, likely)
+            if drop_last and num_left < plan.global_batch_size:
+                return
+            if plan.sizes != likely:
+                following = begun(step, plan, position)
+            batch, sizes, assigned = following
+            assignment, position = assigned(), position + len(batch)
+            num_left, likely = len(order) - position, None
+            if num_left >= (plan.global_batch_size if drop_last else fewest):
+                following, likely = begun(step + 1, plan, position), plan.sizes
             # Ranks compare it: they drew the same samples.
             digest = zlib.crc32(batch.tobytes(), content)
             step_sizes = StepSizes(plan.plan_id, step, sizes, digest, view.count_micro(sizes))
@@ -442,5 +444,5 @@ def draw_epoch(
 def _sizes_of(plan: Plan, batch: Order, view: PlanView) -> Sizes:
     """Return the samples of each rank in a step of a plan, which the last batch may not fill."""
     sizes = scale_sizes(plan.sizes, len(batch), min_ranks=view.min_ranks)
-    assert sizes is not None  # count_steps left smaller batches out
+    assert sizes is not None  # smaller batches are left out
     return sizes

@@ -158,7 +158,7 @@ class EvaluationView:
 
     @property
     def global_batch_size(self) -> int:
-        return self._balancer.global_batch_size
+        return sum(self._sizes)
 
     @property
     def min_batch(self) -> int:

@@ -413,7 +413,8 @@ class GlobalBatches:
     def _draw(self, position: int, first_step: int) -> Iterator[Draw]:
         epoch = self.epoch  # it may be another one by the end
         order = self._orders.take(epoch, done=self._done)
-        self._warn_of_skipped(len(order) - position)
+        num_left = len(order) - position
+        self._warn_of_skipped(num_left, tail=num_left % self.view.global_batch_size)
         for draw in draw_epoch(
             order,
             self.homes,
@@ -428,6 +429,8 @@ class GlobalBatches:
             if self._keeper is not None:
                 self._keeper.note(draw)
             yield draw
+            num_left = len(order) - draw.position
+        self._warn_of_skipped(num_left, tail=num_left)  # where the global batch has changed
         self._drawn_epoch = epoch
 
     def _warn_of_order(self) -> None:
@@ -443,10 +446,9 @@ class GlobalBatches:
                     self.epoch,
                 )
 
-    def _warn_of_skipped(self, num_left: int) -> None:
-        """Say on rank 0, once, that samples are left out of every epoch."""
+    def _warn_of_skipped(self, num_left: int, *, tail: int) -> None:
+        """Say on rank 0, once, that samples are left out, as a last batch is too small."""
         view, drop_last, text = self.view, self.settings.drop_last, ""
-        tail = num_left % view.global_batch_size
         if num_left == self.settings.num_samples and len(self) == 0:
             text = (
                 f"an epoch has no step: {num_left} samples, global_batch_size="

@@ -21,7 +21,7 @@ A plain mean shows no rows. There each rank measures its own ``|g_i|^2``, and ``
 result, as in Pollux (OSDI 2021), but for unequal sizes. One rank's wrong length reaches that
 estimate, as its wrong gradient reaches the mean.
 
-One block of 256 values in up to 32 is looked at, others every ten steps. Then one small all-gather
+One block of 256 values in up to 128 is looked at, others every ten steps. Then one small all-gather
 travels beside the step's buckets, and every rank reads the same numbers at the same step.
 """
 
@@ -53,8 +53,8 @@ _Known = TypeVar("_Known")  # what an interval showed
 
 INTERVAL = 10  # steps between two exchanges
 _BLOCK = 256  # values next to each other that are looked at: 16 cache lines of float32
-_EVERY = 32  # at most; of rows below half a million values more
-_FEWEST_VALUES = 1 << 14  # of a row are looked at, where it has them
+_EVERY = 128  # one block in so many, of rows below a million values in fewer
+_FEWEST_VALUES = 1 << 13  # of a row are looked at, where it has them: 1.6 % by chance, in one step
 _MOST_ROWS = 32  # of which all pairs are compared: 1,024 sums an exchange
 _FEWEST, _MOST = 5, 100  # intervals that an estimate is of: the later half of the run, up to these
 # Pairs farther apart than the usual one by this factor, or closer, are left out. Honest pairs of
@@ -125,16 +125,16 @@ def estimate(
 
 
 def _looked_at(values: Tensor, turn: int) -> tuple[Tensor, float]:
-    """Return what is looked at of values [numel] in a turn, and over how many each stands for."""
-    numel = values.numel()
+    """Return what is looked at of values [..., numel] in a turn, and for how many each stands."""
+    *rows, numel = values.shape
     every = min(_EVERY, numel // _FEWEST_VALUES)
     if every <= 1:
         return values, 1.0
-    # With every = 3 and turn 1: blocks 1, 4, 7, ... The rest of the last ones is never looked at,
-    # at most a 64th.
+    # With every = 3 and turn 1: blocks 1, 4, 7, ... What is left at the end is never looked at,
+    # at most a 32nd.
     num_blocks = numel // (_BLOCK * every)
-    whole = values[: num_blocks * _BLOCK * every].view(num_blocks, every, _BLOCK)
-    return whole[:, turn % every].reshape(-1), numel / (num_blocks * _BLOCK)
+    whole = values[..., : num_blocks * _BLOCK * every].view(*rows, num_blocks, every, _BLOCK)
+    return whole[..., turn % every, :].reshape(*rows, -1), numel / (num_blocks * _BLOCK)
 
 
 @dataclass
@@ -248,16 +248,22 @@ class _RowNoise:
 
     def look(self, rows: Rows, out: Tensor, *, turn: int, is_average: bool) -> None:
         """Look at rows, [num_rows, numel], of what is aggregated into ``out``."""
-        looked = [_looked_at(rows[at], turn) for at in self._chosen]
-        values = torch.stack([each for each, _ in looked]).to(torch.float64)
+        if isinstance(rows, Tensor) and len(rows) == len(self._chosen):
+            values, stands_for = _looked_at(rows, turn)
+        else:
+            looked = [_looked_at(rows[at], turn) for at in self._chosen]
+            values, stands_for = torch.stack([each for each, _ in looked]), looked[0][1]
+        if values.itemsize < 4:
+            values = values.float()
         if is_average:
             place = out.data_ptr(), out.numel()  # the same step after step
-            self._newest[place] = values
+            self._newest[place] = values.clone() if stands_for == 1.0 else values
             before = self._before.get(place)
             if before is None:
                 return  # nothing is known of the step before; all ranks see it alike
             values = torch.cat([values, before])  # [2 * num_rows, looked at]
-        self._grams.append(values @ values.T * looked[0][1])
+        # What float32 does not hold says as little as what is not finite.
+        self._grams.append((values @ values.T).double() * stands_for)
 
     def step_reduced(
         self, samples: StepSamples, results: Sequence[Tensor | None], *, turn: int
@@ -280,7 +286,7 @@ class _RowNoise:
             return
         used_here(*grams)
         size = len(counts) * (1 if averages is None else 2)
-        total = torch.stack(grams).sum(dim=0) if grams else torch.zeros(size, size)
+        total = torch.stack(grams).sum(dim=0) if grams else torch.zeros(size, size).double()
         self._steps.append((total, counts, gain, gain_before))
 
     def _of_rows(self, of_ranks: Sequence[float]) -> Floats:
@@ -299,7 +305,7 @@ class _RowNoise:
         steps, self._steps = self._steps, []
         self._sent = PairSums.of(len(self._chosen))
         for total, counts, gain, gain_before in steps:
-            gram, num_rows = total.double().cpu().numpy(), len(counts)
+            gram, num_rows = total.cpu().numpy(), len(counts)
             with np.errstate(all="ignore"):  # what is not finite stays in its own pairs
                 raw = np.outer(gain, gain) * gram[:num_rows, :num_rows]
                 if len(gram) > num_rows:

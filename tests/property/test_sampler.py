@@ -185,6 +185,87 @@ def test_resuming_with_any_world_finishes_the_epoch_exactly_once(
         assert done == expected
 
 
+# A global batch that changes with each plan.
+
+
+def any_sizes(world_size: int) -> st.SearchStrategy[list[int]]:
+    """Sizes of any sum that gives every rank a sample on average."""
+    return st.integers(world_size, 96).flatmap(lambda total: sizes_of(world_size, total=total))
+
+
+def change_batches(case: Case, data: st.DataObject) -> None:
+    """Draw the global batch of each plan anew."""
+    sizes = any_sizes(case.plans.world_size)
+    case.plans.later = data.draw(st.dictionaries(st.integers(1, 30), sizes, max_size=12))
+
+
+@laws
+@given(case=cases(), data=st.data())
+def test_every_sample_comes_once_whatever_global_batches_plans_have(
+    case: Case, data: st.DataObject
+) -> None:
+    change_batches(case, data)
+    draws, batches = case.draws(), case.batches()
+    computed: list[int] = []
+    for step, draw in enumerate(draws):
+        sizes = draw.step_sizes.sizes
+        assert draw.step_sizes.step == step
+        assert sum(size > 0 for size in sizes) >= case.plans.min_ranks
+        for rank in range(case.plans.world_size):
+            indices = draw.indices(rank, min_batch=2, homes=batches.homes)
+            computed += indices if sizes[rank] else []
+        plan = case.plans.plan_at(step)
+        is_last = step == len(draws) - 1 and not case.drop_last
+        assert sum(sizes) == plan.global_batch_size or (
+            is_last and sum(sizes) < plan.global_batch_size
+        )
+    assert len(computed) == len(set(computed))
+    num_left = len(case.placement) - len(computed)
+    after = case.plans.plan_at(len(draws)).global_batch_size
+    assert num_left < (after if case.drop_last else case.plans.min_ranks)
+
+
+@laws
+@given(case=cases(), data=st.data())
+def test_global_batches_depend_on_the_plans_sums_alone(case: Case, data: st.DataObject) -> None:
+    change_batches(case, data)
+    before = case.draws()
+    case.plans.later = {
+        at: data.draw(sizes_of(case.plans.world_size, total=sum(sizes)))
+        for at, sizes in case.plans.later.items()
+    }
+    after = case.draws()
+    assert [draw.batch.tolist() for draw in after] == [draw.batch.tolist() for draw in before]
+
+
+@laws
+@given(case=cases(), data=st.data())
+def test_resuming_with_any_world_and_global_batches_finishes_the_epoch_exactly_once(
+    case: Case, data: st.DataObject
+) -> None:
+    case.plans.min_ranks, case.drop_last = 1, False
+    num_samples, expected = len(case.placement), samples_of(case.draws())
+    done: list[int] = []
+    state = case.batches().state_dict(position=0, step=0)
+    for stops in (True, True, True, False):
+        change_batches(case, data)
+        batches = case.batches()
+        step = batches.load_state_dict(state).step
+        position, draws = batches.start(first_step=step)
+        for draw in draws:
+            if stops and data.draw(st.booleans(), label="stop here"):
+                break
+            done += draw.batch.tolist()
+            step, position = step + 1, draw.position
+        state = batches.state_dict(position=position, step=step)
+        world_size = data.draw(st.integers(1, 8), label="next world")
+        case.placement = data.draw(placements(num_samples, world_size))
+        case.plans = FakePlans(data.draw(any_sizes(world_size)))
+    assert sorted(done) == sorted(expected)
+    if not case.relaxed:
+        assert done == expected
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Placement, Ints, Ints]:
     world_size = draw(st.integers(1, 8))
