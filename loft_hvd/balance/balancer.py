@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
@@ -26,7 +27,7 @@ from loft_hvd.balance.live import LivePlan
 from loft_hvd.balance.loft import DEAD_BAND
 from loft_hvd.balance.meetings import follow, weigh_meetings
 from loft_hvd.balance.memory import MemoryWatch, agree_on_probes, logged_caps, try_batches
-from loft_hvd.balance.plan import MIN_BATCH, Plan, StepSizes, proportional_sizes
+from loft_hvd.balance.plan import MIN_BATCH, Counted, Plan, StepSizes, proportional_sizes
 from loft_hvd.balance.policies import make_policy
 from loft_hvd.balance.policy import Policy
 from loft_hvd.balance.resume import SavedRun
@@ -43,6 +44,9 @@ from loft_hvd.transport.local import LocalWorld
 from loft_hvd.transport.waits import meter_torch
 
 __all__ = ["Balancer"]
+
+_logger = logging.getLogger(__name__)
+_MOST_COUNTED = 2**53  # which float64 holds one by one
 
 
 class Balancer(NeverCopied):
@@ -88,6 +92,8 @@ class Balancer(NeverCopied):
             file that ``loft-hvd plan --sizes`` wrote, which has them by host; None takes the file
             ``LOFT_HVD_FIRST_SIZES``, and without it sizes start equal. Rank 0's count. Where they
             are of other hosts or another global batch sizes start equal, with a warning.
+        max_count: most that ``count`` may say of one sample, >= 1: the tokens of the longest text,
+            the pixels of an image. Claims of more are cut, and told. None for no limit.
         transport: the ranks; by default Horovod's, else those of torch.distributed, else this one
             alone.
         clock: seconds that never go back.
@@ -116,6 +122,7 @@ class Balancer(NeverCopied):
         on_resize: str = "keep_global",
         micro_batches: bool | int = False,
         first_sizes: FirstSizes = None,
+        max_count: int | None = None,
         transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -135,6 +142,7 @@ class Balancer(NeverCopied):
             on_resize=on_resize,
             micro_batches=micro_batches,
             first_sizes=first_sizes,
+            max_count=max_count,
         )
         self._base = global_batch_size, self._transport.world_size  # what a resize starts from
         self._clock, self._log_dir = clock, log_dir
@@ -143,6 +151,8 @@ class Balancer(NeverCopied):
         self._number = 0  # among the balancers of its ranks; agreed on
         self._has_warned_ahead = False
         self.counts_samples = False  # the script says what batches really hold
+        self._count: Counted | None = None  # of the next backward pass
+        self._cut: set[int] = set()  # ranks that were told of
         self._is_from_main = True  # the newest batch was taken in Python's main thread
         self._batches = BatchQueue()
         self._batches.count_micro = self.count_micro
@@ -422,6 +432,44 @@ class Balancer(NeverCopied):
             batch = self._counted(batch, num_samples)
         factor = self._batches.weigh(batch, rank=self.rank)
         return loss if factor == 1.0 else loss * factor
+
+    def count(self, number: int | Tensor, *, is_sum: bool = False) -> None:
+        """Say what the loss of the next backward pass is over, where that is not samples.
+
+        Such as the tokens whose labels are not ignored, or the valid pixels::
+
+            balancer.count((labels != -100).sum())
+            loss.backward()
+
+        The step's gradient is then that of the mean over all that ranks have counted in it, however
+        much that was on each. Ranks exchange their counts with the first bucket. So call it before
+        each backward pass of a training, on every rank, or for none; with 0 where nothing counts.
+        ``DistributedOptimizer``, ``attach`` and ``ddp_hook`` ask for it; where none of them reduces
+        gradients, ``weigh`` the loss.
+
+        What a rank counts is its own claim. It is cut at ``max_count`` a sample, where that was
+        given. Under a mean it is taken as it is else; robust rules take no rank's for more than
+        twice as much a sample as the median rank's. Rank 0 warns of who is cut.
+
+        Args:
+            number: what was counted in this rank's batch, or micro-batch, >= 0; a whole number, or
+                a tensor of one.
+            is_sum: the loss is the sum over what was counted, not the mean. Several passes of a
+                step add up, so divide means, and only these, by the number of passes, as always.
+
+        Raises:
+            ArgumentTypeError: it is no whole number.
+            ArgumentError: it is negative, or beyond 2**53.
+            UsageError: later, in the backward pass: some passes are counted and others are not.
+        """
+        if isinstance(number, Tensor):
+            is_whole = number.numel() == 1 and not number.dtype.is_floating_point
+            number = int(number) if is_whole else number
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ArgumentTypeError(f"count: number={number!r} must be a whole number")
+        if not 0 <= number <= _MOST_COUNTED:
+            raise ArgumentError(f"count: number={number} must be >= 0 and <= {_MOST_COUNTED}")
+        self._count = Counted(number, 1.0 if is_sum else float(number), is_mean=not is_sum)
 
     def _counted(self, batch: StepSizes, num_samples: int) -> StepSizes:
         """Let a batch's sizes be what ranks' losses are over, and return them."""
@@ -728,6 +776,29 @@ class Balancer(NeverCopied):
         """Say whether a batch's loss was weighed before its backward pass."""
         newest = self._batches.weighed
         return newest is not None and newest.step == batch.step
+
+    @property
+    def max_count(self) -> int | None:
+        """Most that is counted of one sample; None where nobody knows."""
+        return self._options.max_count
+
+    def count_weighed(self, number: int, *, total: float) -> None:
+        """Say what the next loss is over, of which ``total`` is counted in the step on all ranks.
+
+        The loss is the sum over it, times ``world_size / total``.
+        """
+        self._count = Counted(number, total / self.world_size, is_mean=False)
+
+    def take_count(self) -> Counted | None:
+        """Return what the next backward pass is over, once; None where nobody counts."""
+        taken, self._count = self._count, None
+        return taken
+
+    def count_cut(self, rank: int, what: str) -> None:
+        """Hear of a rank whose claim is not taken as it is; rank 0 tells of each rank once."""
+        if self.rank == 0 and rank not in self._cut:
+            self._cut.add(rank)
+            _logger.warning("rank %d %s", rank, what)
 
     def _warn_of_order(self, text: str) -> None:
         """Say on rank 0, once, what is taken of the order of batches and backward passes."""

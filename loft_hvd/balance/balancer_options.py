@@ -39,6 +39,7 @@ class BalancerOptions:
     # many micro-batches where samples go by cost.
     micro_batches: bool | int = False
     first_sizes: FirstSizes = None  # rank 0's count, so that they need not be equal
+    max_count: int | None = None
 
     def __post_init__(self) -> None:
         limit = self.max_batch
@@ -47,6 +48,7 @@ class BalancerOptions:
             ("grain", self.grain),
             ("interval", self.interval),
             ("max_sizes", self.max_sizes),
+            ("max_count", self.max_count),
         ]
         given += [
             ("max_batch", each) for each in ([limits] if isinstance(limits, int | None) else limits)
@@ -121,6 +123,7 @@ class BalancerOptions:
             "max_sizes": self.max_sizes,
             "on_resize": self.on_resize,
             "micro_batches": self.micro_batches,
+            "max_count": self.max_count,
             "max_batch": shown,
             "policy": self.policy.text,
             "plans to repeat": self.policy.given_plans,

@@ -108,9 +108,7 @@ class RankLimits:
             caps.append(min(known, default=None))
         num_micro = int(options.micro_batches)  # True is 1
         splits = options.splits
-        return cls(
-            devices, tuple(caps), grain, max_sizes, found, splits, num_micro=num_micro
-        )
+        return cls(devices, tuple(caps), grain, max_sizes, found, splits, num_micro=num_micro)
 
     def check_sizes(self, sizes: Sequence[int], *, what: str) -> None:
         """Raise a PlanError when a rank's size is above its cap."""

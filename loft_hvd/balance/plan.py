@@ -25,6 +25,7 @@ __all__ = [
     "MIN_BATCH",
     "MOST_MICRO",
     "Bounds",
+    "Counted",
     "Plan",
     "QuarantineSizes",
     "StepSizes",
@@ -97,6 +98,15 @@ class StepSizes:
             return self.micro[rank]
         num_micro = self.num_micro[rank] if self.num_micro else 1
         return equal_sizes(self.sizes[rank], num_micro)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a rank's loss of one backward pass is over, as its script says."""
+
+    number: int  # supervised tokens, valid pixels, ...; >= 0
+    to_sum: float  # the loss times this is the sum over what was counted
+    is_mean: bool  # losses of several passes are each divided by their number
 
 
 @dataclass(frozen=True)

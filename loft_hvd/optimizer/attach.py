@@ -175,9 +175,15 @@ class Attachment:
         self._passes.warn_of_other_passes()  # before the wait, which it may make long
         if self._balancer.transport.world_size > 1:
             self._untouched.check()
-        self._forget_gradients()  # a GradScaler may skip the step from here on
         with waiting(), self._balancer.log.faults():  # it writes what was added to an error too
+            factor = self._passes.sum_factor
+            self._forget_gradients()  # a GradScaler may skip the step from here on
             self._wait_for_engine()
+            if factor != 1.0:  # what ranks knew only after they had sent
+                every = (
+                    each.grad for group in self._optimizer.param_groups for each in group["params"]
+                )
+                torch._foreach_mul_([grad for grad in every if grad is not None], factor)
             if self._replicas is not None:
                 self._replicas.gradients_reduced()
 

@@ -383,7 +383,7 @@ class DDPHook(NeverCopied):
             key = id(parameter)
             if key not in self._places:
                 self._places[key], self._parameters[key] = len(self._places), parameter
-            if self._passes.weights().present[self._channel.rank]:
+            if self._passes.is_present:
                 self._judgement.sent(self._places[key], gradient)
         values = bucket.buffer()
         if self._channel.world_size == 1:  # the identity, but for an average
@@ -466,6 +466,9 @@ class DDPHook(NeverCopied):
         judgement.computing_ended()
         if self._engine is not None:
             self._engine.finish(meanwhile=judgement.score)
+        if isinstance(self._rule, Mean) and (factor := self._passes.mean_factor) != 1.0:
+            for bucket, _ in self._step:  # what ranks knew only after they had sent
+                bucket.buffer().mul_(factor)
         results: list[Tensor | None] = [None] * len(self._places)
         for bucket, future in self._step:
             future.set_result(bucket.buffer())

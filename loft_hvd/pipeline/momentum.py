@@ -92,7 +92,7 @@ class Blend(NamedTuple):
     """
 
     beta: float
-    samples: int  # of the gradient, which is never read where there are none
+    samples: float  # of the gradient, which is never read where there are none
     gain: float
     scale: float = 1.0  # of what is sent, not of the average that stays
 
@@ -102,7 +102,7 @@ class AverageWeights:
     """What all ranks' averages weigh after a step, in samples, [world_size]."""
 
     beta: float
-    counts: tuple[int, ...]  # samples of the step
+    counts: tuple[float, ...]  # samples of the step
     weights: tuple[float, ...]
 
     @property
@@ -250,7 +250,7 @@ class WorkerMomentum:
         fits = state is not None and (state["rank"], state["world_size"]) == place
         return state if fits else None
 
-    def average_weights(self, counts: Sequence[int] | None) -> AverageWeights:
+    def average_weights(self, counts: Sequence[float] | None) -> AverageWeights:
         """Return what averages weigh in a step with these samples, [world_size]; None for equal."""
         assert self._weights is not None  # ``join`` came before
         counts = (1,) * len(self._weights) if counts is None else tuple(counts)
@@ -439,7 +439,7 @@ def _absorb_by_torch(
     _keep_finite(average, made, blend.samples)
 
 
-def _keep_finite(average: Average, made: Tensor, samples: int) -> None:
+def _keep_finite(average: Average, made: Tensor, samples: float) -> None:
     """Let an average be ``made`` if that is finite in every value; never waits for a device."""
     if made.numel() == 0:
         return

@@ -8,12 +8,14 @@ momentum it is a ``Blend`` of a gradient and its average.
 Under a plain mean rank i of n has ``x_i`` of a batch's ``X`` samples, so that the mean of rows
 ``n x_i / X * g_i`` is exact. Robust rules take the ranks' own mean gradients and cap what rows
 weigh (``weights.py``). Where the loss itself was weighed before the backward pass, gradients come
-times ``n x_i / X``: a mean leaves them so, and for other rules it is taken back.
+times ``n x_i / X``: a mean leaves them so, and for other rules it is taken back. Where the script
+counts what its losses are over, ranks' claims (``counts.py``) take the place of samples.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -22,11 +24,12 @@ import torch
 from torch import Tensor
 
 from loft_hvd.aggregation.rules import Mean, Rule
-from loft_hvd.balance.plan import StepSizes
+from loft_hvd.balance.plan import Counted, StepSizes
 from loft_hvd.errors import UsageError
+from loft_hvd.pipeline.counts import StepCounts
 from loft_hvd.pipeline.momentum import AverageWeights, Blend, WorkerMomentum
 from loft_hvd.pipeline.noise import StepSamples
-from loft_hvd.pipeline.weights import PassWeights, combine_passes, in_training
+from loft_hvd.pipeline.weights import PassWeights, capped_weights, combine_passes, in_training
 from loft_hvd.transport.base import Channel
 
 __all__ = ["Passes", "StepSource"]
@@ -51,6 +54,16 @@ class StepSource(Protocol):
 
     def is_weighed(self, batch: StepSizes) -> bool:
         """Say whether a batch's loss was weighed before its backward pass: n x_i / X."""
+
+    @property
+    def max_count(self) -> int | None:
+        """Most that is counted of one sample; None where nobody knows."""
+
+    def take_count(self) -> Counted | None:
+        """Return what the next backward pass is over, once; None where nobody counts."""
+
+    def count_cut(self, rank: int, what: str) -> None:
+        """Hear of a rank whose claim is not taken as it is, and why."""
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         """Hear of each gradient, and what its hook and those before it spent on the wire.
@@ -101,6 +114,10 @@ class Passes:
         # Autograd has a thread for each device. Reentrant, as a signal handler of the script's may
         # compute gradients.
         self._beginning = threading.RLock()
+        self._counts: StepCounts | None = None
+        if source is not None:
+            self._counts = StepCounts(channel, most=source.max_count, tell=source.count_cut)
+        self._resolving = threading.RLock()  # claims, which two threads may ask for
         self.has_shares = False
         self.clear()
 
@@ -108,11 +125,14 @@ class Passes:
         """Forget the step: gradients are new from here on."""
         self.num_begun = 0
         self.parts: list[tuple[int, float]] = []
+        self._num_told = 0  # of the parts, those of which the script has told all
         self._sizes: list[StepSizes] = []  # of the passes that have begun, with a source
         self._weighed: list[bool] = []  # whether their losses were weighed by shares
         self._weights: PassWeights | None = None
         self._averages_weigh: AverageWeights | None = None
         self._blends: dict[tuple[Rule, bool], Blend] = {}
+        if self._counts is not None:
+            self._counts.clear()
 
     # Passes.
 
@@ -122,10 +142,13 @@ class Passes:
         Raises:
             UsageError: the step has had all of its passes.
         """
-        if number < len(self.parts):  # without the lock: so for all gradients of a pass but one
+        if number < self._num_told:  # without the lock: so for all gradients of a pass but one
             return False
         with self._beginning:
-            if number < len(self.parts):  # another device's thread has begun it meanwhile
+            if number < self._num_told:  # another device's thread has begun it meanwhile
+                return False
+            if number < len(self.parts):  # a micro-batch of a batch that has begun
+                self._take_count()
                 return False
             if self._num_passes is not None and self.num_begun >= self._num_passes:
                 raise UsageError(
@@ -144,9 +167,20 @@ class Passes:
                 self._sizes.append(self._source.take_step())
                 self._weighed.append(self._source.is_weighed(self._sizes[at]))
                 sizes = self._sizes[at].micro_sizes(self._channel.rank)
-            # At last: who finds it here takes the rest as it is.
             self.parts += [(at, size / sum(sizes) if sum(sizes) else 1.0) for size in sizes]
+            self._take_count()
             return True
+
+    def _take_count(self) -> None:
+        """Take what the script has counted for the next part."""
+        if self._source is not None and self._counts is not None:
+            at, _ = self.parts[self._num_told]
+            self._counts.add(
+                self._source.take_count(),
+                num_samples=self._sizes[at].sizes[self._channel.rank],
+                is_weighed=self._weighed[at],
+            )
+        self._num_told += 1  # at last: who finds it here takes the rest as it is
 
     def join(self) -> None:
         """Let ranks learn what each other's averages weigh, in the first step of a world."""
@@ -196,6 +230,49 @@ class Passes:
 
     # What gradients are multiplied by.
 
+    @property
+    def _counted(self) -> StepCounts | None:
+        """What was counted, where the script counts."""
+        return self._counts if self._counts is not None and self._counts.is_used else None
+
+    @property
+    def _adds_up(self) -> bool:
+        """Whether what was counted is in ``.grad`` times its weight already."""
+        return self.has_shares or (self._source is not None and self._source.splits)
+
+    def _counted_scale(self, counts: StepCounts, *, is_mean: bool) -> float:
+        """Return what makes this rank's row of ``.grad``: its part of a mean, or its mean."""
+        if not counts.own:
+            return 0.0
+        scale = float(self.num_begun) if counts.is_mean else 1.0
+        if not self._adds_up:
+            scale *= counts.to_sums[0] / counts.unit
+        return scale if is_mean else scale * counts.unit / counts.own
+
+    @property
+    def mean_factor(self) -> float:
+        """What the mean of rows is multiplied by at last, on every rank alike; waits for counts."""
+        counts = self._counted
+        if counts is None or self._momentum is not None:
+            return 1.0
+        total = sum(counts.claims(self._num_samples()))
+        return self._channel.world_size * counts.unit / total if total else 1.0
+
+    @property
+    def sum_factor(self) -> float:
+        """``mean_factor`` of what passes have added up, where rows have no scale beside."""
+        counts = self._counted
+        return self.mean_factor * (self.num_begun if counts is not None and counts.is_mean else 1)
+
+    @property
+    def alone_factor(self) -> float:
+        """What a rank that is alone multiplies its gradients by, which nothing else weighs."""
+        counts = self._counted
+        if counts is None:
+            return 1.0
+        factor = self._counted_scale(counts, is_mean=False)
+        return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
+
     def share(self, at: int) -> float:
         """Return this rank's part of pass ``at``'s batch, times the number of ranks: n x_i / X."""
         if not self._sizes:
@@ -209,6 +286,10 @@ class Passes:
         None where it stays as it is.
         """
         at, scale = self.parts[number]
+        if (counts := self._counted) is not None:
+            if counts.to_sums[number] == 0:
+                return torch.zeros_like(gradient)  # a mean over nothing is NaN
+            return gradient * (counts.to_sums[number] / counts.unit) if self._adds_up else None
         if self._sizes and self._sizes[at].sizes[self._channel.rank] == 0:
             return torch.zeros_like(gradient)  # of a dummy batch: 0 * NaN is NaN
         if self._sizes and self._weighed[at]:
@@ -230,6 +311,12 @@ class Passes:
 
     def row_scale(self, rule: Rule, *, is_sum: bool) -> float:
         """Return ``scale`` without momentum."""
+        if (counts := self._counted) is not None:
+            is_mean = isinstance(rule, Mean)
+            scale = self._counted_scale(counts, is_mean=is_mean)
+            if is_mean:
+                scale /= self._predivide * (self._channel.world_size if is_sum else 1)
+            return scale
         if not isinstance(rule, Mean):
             return self.weights().row_scale * self._taken_back
         scale = 1 / self._predivide
@@ -255,11 +342,14 @@ class Passes:
         weights, ages = self.weights(), self._average_weights()
         rank, num_ranks = self._channel.rank, self._channel.world_size
         count, total = ages.counts[rank], sum(ages.counts)
-        if not isinstance(rule, Mean):
+        if (counts := self._counted) is not None:
+            gain = count * self._counted_scale(counts, is_mean=False)
+        elif not isinstance(rule, Mean):
             gain = count * weights.row_scale * self._taken_back
+        else:  # gradients with shares are n x_i / X times theirs already
+            gain = total / num_ranks if self._has_share else count
+        if not isinstance(rule, Mean):
             return ages.blend(rank, gain=gain, scale=1.0)
-        # Gradients with shares are n x_i / X times theirs already.
-        gain = total / num_ranks if self._has_share else count
         # A row is scaled as in row_scale, by its average's weight in place of its samples.
         scale = 1.0
         if num_ranks > 1:
@@ -282,17 +372,35 @@ class Passes:
         An absent rank's average goes on: in quarantine it has samples all the same. A mean takes
         averages, however faint.
         """
-        is_present = self.weights().present[self._channel.rank]
-        return not is_present and not (isinstance(rule, Mean) and self._momentum is not None)
+        return not self.is_present and not (isinstance(rule, Mean) and self._momentum is not None)
+
+    @property
+    def is_present(self) -> bool:
+        """Whether this rank's row of the step counts."""
+        if self._counted is None or self._weights is not None:
+            return self.weights().present[self._channel.rank]
+        # Of itself it knows at once, and need not wait for the others, unless it is in quarantine:
+        # that depends on who else has counted anything.
+        every = PassWeights(None, (True,) * self._channel.world_size, 1.0)
+        if not self._mask(every).present[self._channel.rank]:
+            return self.weights().present[self._channel.rank]
+        return self._counted.own > 0
 
     @property
     def has_gradient(self) -> bool:
         """Whether this rank's gradients go anywhere: to other ranks, or into its averages."""
-        return self._momentum is not None or self.weights().present[self._channel.rank]
+        return self._momentum is not None or self.is_present
 
     def weights(self) -> PassWeights:
-        """Return what ranks weigh in the step, once all of its passes have begun."""
+        """Return what ranks weigh in the step, once all of its passes have begun.
+
+        Where the script counts it waits for the other ranks' counts.
+        """
         if self._weights is not None:
+            return self._weights
+        if (counts := self._counted) is not None:
+            with self._resolving:
+                self._weights = self._weighed_by(counts)
             return self._weights
         if self._sizes:
             weights = combine_passes(self.batches(), rank=self._channel.rank)
@@ -302,9 +410,26 @@ class Passes:
             weights = self._average_weights().weigh(weights)
         return self._mask(weights)
 
+    def _weighed_by(self, counts: StepCounts) -> PassWeights:
+        """Return what ranks weigh by their claims."""
+        claims = counts.fair(self._num_samples())
+        present = tuple(claim > 0 for claim in claims)
+        scale = self._counted_scale(counts, is_mean=False)
+        weights = PassWeights(capped_weights(claims), present, scale, counts=claims)
+        if self._momentum is not None:
+            weights = self._average_weights().weigh(weights)
+        return self._mask(weights)
+
+    def _num_samples(self) -> list[int]:
+        """Return every rank's samples in the step, [world_size]; empty without a backward pass."""
+        return [sum(each) for each in zip(*(each.sizes for each in self.batches()), strict=True)]
+
     def fix_weights(self) -> None:
         """Let weights stay as they are by now: every pass of the step has begun."""
-        self._weights = self.weights()
+        if self._counted is not None:
+            self._counted.send()
+        else:
+            self._weights = self.weights()
 
     def batches(self) -> list[StepSizes]:
         """Return the step's batches: one that the script cuts up itself takes several passes."""
@@ -352,12 +477,15 @@ class Passes:
         assert self._momentum is not None
         if self._averages_weigh is None:
             # Not before all passes have begun. Two threads that come here find the same.
-            samples = None
+            samples: Sequence[float] | None = None
             if self._sizes:
-                samples = [
-                    sum(counts)
-                    for counts in zip(*(each.sizes for each in self.batches()), strict=True)
-                ]
+                samples = self._num_samples()
+            if (counts := self._counted) is not None:
+                # By parts of the step: a process that takes the mean of each step over all that is
+                # counted lets them weigh alike, however much that was.
+                claims = counts.fair(self._num_samples())
+                per_count = sum(self._num_samples()) / (sum(claims) or 1)
+                samples = [claim * per_count for claim in claims]
             self._averages_weigh = self._momentum.average_weights(samples)
         return self._averages_weigh
 

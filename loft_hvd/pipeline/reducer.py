@@ -249,6 +249,7 @@ class GradientReducer:
         self._passes.warn_of_other_passes()  # before the wait that it may make long
         self._passes.join()
         if self._world_size > 1:
+            self._passes.fix_weights()
             for index in range(self.engine.next_bucket, len(self.buckets)):
                 self.engine.start(index)
             # Evidence goes out once all buckets are queued, so at one place in every rank's order.
@@ -256,6 +257,7 @@ class GradientReducer:
             self.engine.finish(meanwhile=self._judgement.score)
             if self.audit is not None:
                 self.audit.step_reduced()
+            self._multiply_means(self._passes.mean_factor)
             self._judgement.step_reduced(self._passes.weights())
             if self._arrivals is not None and any(self._may_be_sparse):
                 self._agree_on_sparse()
@@ -264,7 +266,9 @@ class GradientReducer:
             self._hand_out(self._find_unused())
             if self._arrivals is not None:
                 self._lay_out_as_ready(self._arrivals)
-        elif self._outgoing or self._momentum is not None:
+        elif self._momentum is None and (factor := self._passes.alone_factor) != 1.0:
+            self._multiply_all(factor)
+        if self._world_size == 1 and (self._outgoing or self._momentum is not None):
             # A world of one sends nothing, but averages, and its hooks see the same buckets.
             with torch.no_grad():
                 for bucket in self.buckets:
@@ -282,6 +286,19 @@ class GradientReducer:
         self._passes.step_reduced()
         self._clear_step()
 
+    def _multiply_all(self, factor: float) -> None:
+        """Multiply the gradients of a rank that is alone; 0 leaves nothing of a NaN."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor) if factor else parameter.grad.zero_()
+
+    def _multiply_means(self, factor: float) -> None:
+        """Multiply what means have brought by what ranks knew only after they had sent."""
+        if factor != 1.0:
+            for bucket in self.buckets:
+                if isinstance(self._rules[bucket.rule], Mean):
+                    self.engine.values(bucket.index).mul_(factor)
+
     def _agree_on_sparse(self) -> None:
         """Learn which gradients are sparse on any rank; those leave their buckets."""
         seen = zip(self._gradients.sparse_dims, self._may_be_sparse, strict=True)
@@ -295,7 +312,7 @@ class GradientReducer:
         if not self._sparse:
             return
         num_ranks = self._world_size
-        is_present = self._passes.weights().present[self._channel.rank]
+        is_present = self._passes.is_present
         sent = []
         for index, dim in self._sparse.items():
             parameter, rule = self.parameters[index], self._spec_rules[index]
@@ -306,6 +323,7 @@ class GradientReducer:
             sent.append(row if scale == 1.0 else row * scale)
         sums = sum_sparse(self._channel, sent, name="rows")
         factor = self._settings.predivide * (num_ranks if self._settings.is_sum else 1)
+        factor *= self._passes.mean_factor
         for index, total in zip(self._sparse, sums, strict=True):
             parameter = self.parameters[index]
             parameter.grad = (total if factor == 1.0 else total * factor).to(parameter.dtype)

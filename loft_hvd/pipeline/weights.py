@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.balance.plan import StepSizes
 
+# Kernels take whole weights that add up to less than 2**30. Tokens and pixels are more.
+_MOST_WHOLE = 2**29
+
 __all__ = ["PassWeights", "capped_weights", "combine_passes", "in_training"]
 
 
@@ -44,6 +47,11 @@ def capped_weights(sizes: Sequence[int]) -> tuple[int, ...] | None:
     divisor = math.gcd(*weights)
     if divisor == 0 or len({weight for weight in weights if weight > 0}) == 1:
         return None
+    whole = sum(weights) // divisor
+    if whole > _MOST_WHOLE:  # rounded, and none of those present to 0
+        return tuple(
+            weight and max(1, weight * _MOST_WHOLE // (whole * divisor)) for weight in weights
+        )
     return tuple(weight // divisor for weight in weights)
 
 

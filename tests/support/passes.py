@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from loft_hvd.balance.plan import StepSizes
+from loft_hvd.balance.plan import Counted, StepSizes
 from loft_hvd.optimizer.options import EqualBatches
 from loft_hvd.runlog import RunLog
 
@@ -25,8 +25,16 @@ class Sizes(EqualBatches):
         self.passes = list(passes)
         self.global_batch_size = global_batch_size or max(map(sum, self.passes))
 
+    max_count: int | None = None
+
     def take_step(self) -> StepSizes:
         return StepSizes(0, 0, self.passes.pop(0))
+
+    def take_count(self) -> Counted | None:
+        return None
+
+    def count_cut(self, rank: int, what: str) -> None:
+        raise AssertionError((rank, what))
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         assert blocked_s >= 0

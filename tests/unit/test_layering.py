@@ -142,6 +142,7 @@ _LAYERS = {
     "pipeline/wire.py": 1,
     "pipeline/weights.py": 2,
     "pipeline/buckets.py": 3,
+    "pipeline/counts.py": 3,
     "pipeline/gradients.py": 3,
     "pipeline/momentum.py": 3,
     "pipeline/noise.py": 4,
