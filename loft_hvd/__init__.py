@@ -53,6 +53,7 @@ from loft_hvd.metrics import Metric, average
 from loft_hvd.optimizer.attach import attach
 from loft_hvd.optimizer.ddp import ddp_hook
 from loft_hvd.optimizer.distributed import DistributedOptimizer
+from loft_hvd.optimizer.fsdp import fsdp_hook
 from loft_hvd.pipeline.allreduce import Handle, allreduce, allreduce_async
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
@@ -116,6 +117,7 @@ __all__ = [
     "diagnose",
     "diagnose_states",
     "elastic",
+    "fsdp_hook",
     "lightning_callback",
     "mean",
     "mean_around_median",

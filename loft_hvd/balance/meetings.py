@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from loft_hvd.balance.plan import StepSizes
 from loft_hvd.errors import UsageError
 from loft_hvd.transport.waits import watch_backward
 
-__all__ = ["ForwardSource", "follow", "unweighed_meeting", "weigh_meetings"]
+__all__ = ["ForwardSource", "follow", "take_as_exact", "unweighed_meeting", "weigh_meetings"]
 
 _OURS = str(Path(__file__).parents[1])
 _CHECK = str(Path(__file__).parents[1] / "check")  # it stands between a script and torch
@@ -139,6 +140,11 @@ def follow(source: ForwardSource) -> None:
     _following().source = ref(source)
 
 
+def take_as_exact(*functions: Callable[..., Any]) -> None:
+    """Tell of no collectives that these call: what they move across ranks is weighed elsewhere."""
+    _following().exact.update(inspect.unwrap(each).__code__ for each in functions)
+
+
 def weigh_meetings() -> None:
     """Weigh inside the synchronised batch norms of torch and, where it is loaded, of Horovod.
 
@@ -195,5 +201,5 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 def _stand_in(module: Any, name: str, takes_none: bool) -> None:
     function = getattr(module, name)
     if not isinstance(function, _Weighed):
-        _following().exact.add(function.backward.__code__)
+        take_as_exact(function.backward)
         setattr(module, name, _Weighed(function, takes_none=takes_none))

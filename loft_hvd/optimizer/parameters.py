@@ -199,12 +199,21 @@ def check_whole(names: Mapping[int, str], parameters: Sequence[Tensor], *, what:
 
 def parts_error(what: str, *, made_by: str) -> ArgumentTypeError:
     """Return the error for a model that is cut up over ranks."""
+    if made_by.startswith("FSDP2"):
+        way_out = (
+            "after fully_shard(model), hook = loft.fsdp_hook(model, rule, balancer) brings rules "
+            "and exact weights there, and the optimizer stays torch's own"
+        )
+    else:
+        way_out = (
+            "balancer.weigh(loss).backward() gives exact weights for unequal batches there; for a "
+            "rule use torch's fully_shard(model) with loft.fsdp_hook(model, rule, balancer), or "
+            "DistributedDataParallel with model.register_comm_hook(None, loft.ddp_hook(rule, "
+            "balancer))"
+        )
     return ArgumentTypeError(
         f"{what} from {made_by}: each rank has a part of the model, and gradients are summed as "
-        "they are cut up, so no rank's own gradient is there for a rule or a weight; use "
-        "DistributedDataParallel with model.register_comm_hook(None, loft.ddp_hook(rule, "
-        "balancer)), and torch.distributed.optim.ZeroRedundancyOptimizer where the optimizer's "
-        "state is what fills the memory"
+        f"they are cut up, so no rank's own gradient is there for a rule or a weight; {way_out}"
     )
 
 

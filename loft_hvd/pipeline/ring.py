@@ -13,7 +13,8 @@
 
 ``as_lane_sum`` is the lane's own all-reduce instead, for a plain mean. ``between_two`` serves
 worlds of two ranks, and ``levels.py`` groups of ranks. Each sends 2 (n-1)/n of the values' bytes
-per rank, which is a ring all-reduce's traffic, or less.
+per rank, which is a ring all-reduce's traffic, or less. ``to_shard_owners`` ends with AGGREGATE,
+where owners keep their results: half of that, a reduce-scatter's traffic.
 
 A way is a generator: it yields each collective that it has put in flight, and goes on when that is
 done. An ``Exchange`` moves it on, and never blocks; ``prepare`` tells transports that listen where
@@ -60,6 +61,7 @@ __all__ = [
     "is_lane_sum",
     "run_rule",
     "suits_two",
+    "to_shard_owners",
 ]
 
 
@@ -366,6 +368,32 @@ def on_shard_owners(spec: ExchangeSpec, wire: Compression, run: RunRule) -> Exch
 
     held = [each for each in (narrow, kept, rows, reduced) if each is not None]
     return Exchange(steps, row=spec.row, held=held, prepare=prepare)
+
+
+def to_shard_owners(
+    spec: ExchangeSpec, *, room: Tensor | None, run: RunRule = run_rule
+) -> Exchange:
+    """Apply a rule on shard owners, who keep the results: ``result`` is [numel / world_size].
+
+    What was sent, and ``room``, are free for an exchange that begins after another one, of all
+    ranks, has ended.
+
+    Args:
+        spec: of a multiple of world_size values, which travel as they are.
+        room: where rows come, [world_size, shard]; None where the lane ``lends``.
+        run: applies the rule, and may look at the rows on the way.
+    """
+
+    def steps(
+        enter: Enter, source: Tensor, result: Tensor, weights: PassWeights | None
+    ) -> Iterator[Work]:
+        enter(Stage.ALL_TO_ALL)
+        work, brought = bring_rows(spec, source, room, weights)
+        yield work
+        yield from apply_rule(spec, run, enter, brought.rows, weights, result, holes_of(brought))
+        brought.release()
+
+    return Exchange(steps, row=spec.row)
 
 
 def on_shard_owners_compressed(

@@ -48,10 +48,11 @@ class FiniteWatch:
 
     # In the engine's thread.
 
-    def packed(self, bucket: Bucket, values: Tensor) -> None:
+    def packed(self, bucket: Bucket, values: Tensor, *, num_owners: int = 1) -> None:
         """Look at what this rank is about to send of a bucket, [numel], and mark it if need be.
 
-        The bucket's slots are in the order of the backward pass.
+        The bucket's slots are in the order of the backward pass. Where each of ``num_owners`` keeps
+        the mean of its shard to itself, each shard is marked.
         """
         slot = next((slot for slot in bucket.slots if slot.numel and slot.offset == 0), None)
         if slot is None:
@@ -65,7 +66,7 @@ class FiniteWatch:
         found = _first_not_finite(bucket.slots, values)
         if found is not None:  # else finite values overflow by adding up
             self._own[bucket.index] = found
-            values[0] = torch.nan
+            values.view(num_owners, -1)[:, 0] = torch.nan
 
     # In the user's thread.
 

@@ -206,11 +206,14 @@ class Judgement:
         if self._noise is not None:
             self._noise.look(rows, out)
 
-    def packed(self, bucket: Bucket, values: Tensor, rule: Rule) -> None:
-        """Look at what this rank is about to send of a bucket, [numel]; it may mark it."""
+    def packed(self, bucket: Bucket, values: Tensor, rule: Rule, *, num_owners: int = 1) -> None:
+        """Look at what this rank is about to send of a bucket, [numel]; it may mark it.
+
+        ``num_owners`` is more than 1 where each keeps its shard of the result to itself.
+        """
         # A robust rule lets no such value through, and looks at rows by itself.
         if self._finite is not None and isinstance(rule, Mean):
-            self._finite.packed(bucket, values)
+            self._finite.packed(bucket, values, num_owners=num_owners)
 
     # A step, in the user's thread.
 

@@ -58,7 +58,7 @@ class ZeroedWatch:
         self._totals = torch.zeros(len(self._parameters), 2, dtype=torch.int64)
         self._has_warned = False
         # Nothing more is looked at; of fewer ranks no rule can drop one.
-        self.has_ended = channel.world_size < FEWEST_WATCHED
+        self.has_ended = channel.world_size < FEWEST_WATCHED or not self._parameters
 
     @property
     def is_due(self) -> bool:

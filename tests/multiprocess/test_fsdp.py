@@ -1,0 +1,25 @@
+"""``fsdp_hook``: models that FSDP2 shards over ranks, against one process and the DDP hook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import launch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(190)]
+
+JOB = "tests/multiprocess/jobs/fsdp_ranks.py"
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("whats", "num_ranks"),
+    [("exact refused", 4), pytest.param("attacked", 4, marks=long)],
+)
+def test_sharded_ranks(whats: str, num_ranks: int, tmp_path: Path) -> None:
+    """Ranks pass one job after the other in one process group."""
+    done = launch(1, [JOB, whats, str(num_ranks), str(tmp_path)], launcher="none", timeout_s=180)
+    done.succeeded(num_ranks)
+    assert "ranks meet in the backward pass" not in done.output, done.output[-6000:]
