@@ -250,7 +250,12 @@ class FSDPHook(NeverCopied):
         device = groups[0].device
         batches.compute_on(device)
         self._judgement = Judgement(
-            channel, [rule], watching, is_on_cpu=device.type == "cpu", log=batches.log
+            channel,
+            [rule],
+            watching,
+            is_on_cpu=device.type == "cpu",
+            knows_sizes=False,
+            log=batches.log,
         )
         # Of the watches that want a step's results no rank has them whole.
         names = [name for group in groups for name in group.names]
@@ -471,7 +476,7 @@ class FSDPHook(NeverCopied):
         results: list[Tensor | None] = [None] * (self._num_named + len(self._groups))
         for at, result in self._results.items():
             results[at] = result
-        judgement.gradients_reduced(results)
+        judgement.gradients_reduced(results, None)
         self._results.clear()
 
     def _end_step(self) -> None:

@@ -188,7 +188,7 @@ def test_resuming_with_any_world_finishes_the_epoch_exactly_once(
 # A global batch that changes with each plan.
 
 
-def any_sizes(world_size: int) -> st.SearchStrategy[list[int]]:
+def any_sizes(world_size: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Sizes of any sum that gives every rank a sample on average."""
     return st.integers(world_size, 96).flatmap(lambda total: sizes_of(world_size, total=total))
 
