@@ -347,8 +347,11 @@ class _Worths:
             counts[name] = min(each, offer.most)
             other = self._try(counts)
             why = self._say_cost(offer, other)
+        # A link also serves data, of hosts that are not taken too.
         wide = _with_host(self._fleet, name, 2.0)
-        doubled = self._change(self._try(self._counts if is_taken else counts, wide))
+        doubled = self._change(self._try(self._counts, wide))
+        if not is_taken:
+            doubled = min(doubled, self._change(self._try(counts, wide)))
         return Worth(name, is_taken, self._change(other), why, max(-doubled, 0.0))
 
     def _of_rack(self, name: str) -> Worth:
@@ -372,7 +375,7 @@ class _Worths:
     def _say_cost(self, offer: _HostOffer, other: Prediction | None) -> str:
         """Say what a host that is not taken would cost."""
         if other is None:
-            return "the job cannot run with it beside the others"
+            return "it does not fit beside the others"
         link, best = offer.host.link_bytes_per_s, self._best
         more_sent = other.exchange.exposed_s - best.exchange.exposed_s
         more_work = other.longest_s - best.longest_s

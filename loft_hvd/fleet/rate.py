@@ -45,12 +45,13 @@ __all__ = [
     "Layout",
     "Prediction",
     "ReadLink",
+    "Reads",
     "Traffic",
     "exchange",
     "predict",
     "read_link",
+    "reads_of",
     "rough_s",
-    "source_of",
 ]
 
 # Bytes of a full Ethernet frame over those of values in it.
@@ -254,17 +255,73 @@ def _exposed_s(job: Job, seconds: float) -> float:
 # The ranks' own work.
 
 
-def source_of(fleet: Fleet, job: Job, layout: Layout) -> tuple[DataSet | None, bool]:
-    """Return a job's data, and whether ranks wait at its server rather than at their own links.
+@dataclass(frozen=True)
+class Reads:
+    """Where a job's samples come from that its ranks do not hold."""
 
-    A step model has one queue a rank. It is taken where ranks that fetch alike would wait longest.
+    data: DataSet | None
+    server: str = ""  # the slowest of those that serve them
+    bytes_per_s: float = math.inf  # that all of them serve together, none waiting for another
+    # Whether ranks wait for it rather than for their own links: a step model has one queue a rank.
+    is_at_server: bool = False
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds of a sample at the server; 0 where ranks do not wait there."""
+        if self.data is None or not self.is_at_server:
+            return 0.0
+        return self.data.sample_bytes / self.bytes_per_s
+
+
+def reads_of(fleet: Fleet, job: Job, layout: Layout) -> Reads:
+    """Return where samples come from: homes, over their links and racks', and the source.
+
+    The queue is taken where ranks that fetch alike would wait longest.
     """
     data = next((each for each in fleet.data if each.name == job.data), None)
-    if data is None or data.source_bytes_per_s is None:
-        return data, False
-    at_server = layout.world_size / data.source_bytes_per_s
+    if data is None:
+        return Reads(None)
+    server, rate = _slowest_server(fleet, job, layout, data)
     at_links = max(read_link(fleet, data, layout, host).byte_s for host, _ in layout.hosts)
-    return data, at_server > at_links
+    return Reads(data, server, rate, layout.world_size / rate > at_links)
+
+
+def _slowest_server(fleet: Fleet, job: Job, layout: Layout, data: DataSet) -> tuple[str, float]:
+    """Return who serves samples slowest, and the bytes a second that all serve at that pace.
+
+    Each host computes about as its devices are fast. Who holds more serves the rest to those who
+    hold less: a host with 50 % of the data and 20 % of the pace serves 30 % of a step's samples
+    over its link, and over its rack's to hosts beyond. Whole copies serve alike.
+    """
+    pace: dict[str, float] = {}
+    for part in layout.parts:
+        each_s = max(_model_of(job, part).compute_s, 1e-9)
+        pace[part.host.name] = pace.get(part.host.name, 0.0) + part.count / each_s
+    whole_pace = sum(pace.values())
+    computed = {name: each / whole_pace for name, each in pace.items()}
+    held = {name: data.share(name) for name in data.homes}
+    lacks = {name: max(each - held.get(name, 0.0), 0.0) for name, each in computed.items()}
+    lack, copies = sum(lacks.values()), sum(each == 1.0 for each in held.values())
+    if lack <= 0.0:
+        return "", math.inf
+    if copies:
+        served = {name: (each == 1.0) * lack / copies for name, each in held.items()}
+    else:
+        served = {name: max(each - computed.get(name, 0.0), 0.0) for name, each in held.items()}
+    from_source = max(lack - sum(served.values()), 0.0)
+    ways = [("the source", from_source, data.source_bytes_per_s or math.inf)]
+    out_of: dict[str, float] = {}
+    lack_in: dict[str, float] = {}
+    for host in fleet.hosts:
+        ways.append((f"host {host.name}", served.get(host.name, 0.0), host.link_bytes_per_s))
+        out_of[host.rack] = out_of.get(host.rack, 0.0) + served.get(host.name, 0.0)
+        lack_in[host.rack] = lack_in.get(host.rack, 0.0) + lacks.get(host.name, 0.0)
+    for rack in fleet.racks:
+        beyond = 1.0 - lack_in.get(rack.name, 0.0) / lack
+        served_out = out_of.get(rack.name, 0.0) * beyond
+        ways.append((f"rack {rack.name}", served_out, rack.link_bytes_per_s))
+    rates = [(name, rate * lack / share if share > 0 else math.inf) for name, share, rate in ways]
+    return min(rates, key=lambda each: each[1])
 
 
 @dataclass(frozen=True)
@@ -312,7 +369,8 @@ def _work_of(fleet: Fleet, job: Job, layout: Layout, *, is_warm: bool) -> _OwnWo
     """Return the ranks' work; ``is_warm`` once a sample store has kept what it has room for."""
     models = [_model_of(job, part) for part in layout.parts]
     ranks = {host.name: count for host, count in layout.hosts}
-    data, is_at_server = source_of(fleet, job, layout)
+    reads = reads_of(fleet, job, layout)
+    data, is_at_server = reads.data, reads.is_at_server
     total = float(job.global_batch_size)
     hits, link_s = [math.inf] * len(models), [0.0] * len(models)
     if data is not None:
@@ -336,12 +394,9 @@ def _work_of(fleet: Fleet, job: Job, layout: Layout, *, is_warm: bool) -> _OwnWo
     terms |= {"hits": hits, "remote_s": terms["remote_s"] + np.array(link_s)}
     model = StepModel.build(len(models), **terms)
     caps = [min(model.max_batch or total, total) for model in models]
-    queue_s = 0.0
-    if data is not None and data.source_bytes_per_s is not None and is_at_server:
-        queue_s = data.sample_bytes / data.source_bytes_per_s
     return _OwnWork(
         model,
-        queue_s,
+        reads.queue_s if is_at_server else 0.0,
         np.array([model.noise for model in models]),
         float(skews @ count / count.sum()),
         np.full(len(models), float(job.min_batch)),
@@ -495,7 +550,7 @@ def predict(fleet: Fleet, job: Job, layout: Layout) -> Prediction:
     batch = np.array(sizes, dtype=np.float64)
     local = model.local(batch)
     fetch, compute = model.fetch(local, batch - local), model.compute(batch)
-    data = source_of(fleet, job, layout)[0]
+    data = reads_of(fleet, job, layout).data
     num_steps = job.num_steps(data)
     return Prediction(
         layout,

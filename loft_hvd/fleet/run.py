@@ -11,7 +11,7 @@ import numpy as np
 from loft_hvd.codec import encode
 from loft_hvd.fleet.jobs import Fleet, Job
 from loft_hvd.fleet.place import Choice, Worth, choose_hosts, show_rate
-from loft_hvd.fleet.rate import Prediction, read_link, source_of
+from loft_hvd.fleet.rate import Prediction, read_link, reads_of
 from loft_hvd.simulate.scenario import RankTraits, Scenario
 from loft_hvd.simulate.simulation import simulate
 
@@ -77,7 +77,8 @@ def scenario_of(fleet: Fleet, job: Job, found: Prediction, *, seed: int = 0) -> 
     parts, world_size = found.devices, layout.world_size
     models = [job.models[part.device] for part in parts]
     ranks = {host.name: count for host, count in layout.hosts}
-    data, is_at_server = source_of(fleet, job, layout)
+    reads = reads_of(fleet, job, layout)
+    data = reads.data
     # Only ratios to the data set matter; several epochs of it where a store is to fill.
     most = (_STEPS // 4) * total if job.store else max(_MOST_SAMPLES, 20 * total)
     num_samples = most if data is None else max(min(data.num_samples, most), total)
@@ -90,8 +91,8 @@ def scenario_of(fleet: Fleet, job: Job, found: Prediction, *, seed: int = 0) -> 
         if data is not None and held < 1.0:
             link = read_link(fleet, data, layout, part.host)
             name, rate = (link.name if link.ranks > 1 else ""), link.bytes_per_s
-            if is_at_server:
-                name, rate = "server", data.source_bytes_per_s or math.inf
+            if reads.is_at_server:
+                name, rate = reads.server, reads.bytes_per_s
             rates |= {name: rate} if name else {}
             budget = part.host.store_bytes / data.num_bytes / ranks[part.host.name]
         # A whole copy beside parts is read as what is elsewhere, at the pace of the host's own.
@@ -247,7 +248,7 @@ def _say_worths(plan: JobPlan) -> list[str]:
 
 def _say_change(worth: Worth) -> str:
     if math.isinf(worth.change):
-        return "it cannot run"
+        return "it cannot run so"
     if worth.change > 1.0:
         return f"{1.0 + worth.change:.1f} times as long"
     return f"{worth.change:.1%} longer" if worth.change >= 0 else f"{-worth.change:.1%} shorter"

@@ -6,7 +6,10 @@ as given that a reader has, such as a model: what stands for them comes before e
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -274,6 +277,18 @@ _ELSEWHERE = {
         "import horovod": "test_readme.py::test_the_notebooks_cell_trains",
         "@@": "test_horovods_examples.py::test_",  # all diffs: `DIFFS` in tests/support
     },
+    "plan.md": dict.fromkeys(
+        (
+            "# cluster.toml",
+            "# jobs.toml",
+            "loft-hvd plan cluster.toml jobs.toml",
+            "job resnet: 8 ranks on 2 of 4 hosts, trimmed_mean:f=1 over ranks",
+            "loft-hvd plan cluster.toml jobs.toml --sizes sizes.json --emit horovodrun",
+            "env LOFT_HVD_FIRST_SIZES=/home/me/sizes.json horovodrun -np 8 -H a1:4,a2:4 --gloo "
+            "python train.py --epochs 3",
+        ),
+        "test_page_blocks.py::test_the_plan_of_two_racks_is_what_the_page_shows",
+    ),
 }
 
 
@@ -353,6 +368,37 @@ def test_the_python_of_pages_runs(pages: list[str], tmp_path: Path) -> None:
     done = launch(num_ranks, [str(file)], launcher=launcher, timeout_s=150)
     done.succeeded()
     assert done.output.count("the page is through") == len(pages) * num_ranks
+
+
+def test_the_plan_of_two_racks_is_what_the_page_shows(tmp_path: Path) -> None:
+    blocks = blocks_of(read_page("plan.md"))
+    for block in (each for each in blocks if each.kind == "toml"):
+        (tmp_path / block.first_line.removeprefix("# ")).write_text(block.text)
+    commands = [block.text for block in blocks if block.kind == "bash"]
+    shown = [block.text for block in blocks if block.kind == "text"]
+    environment = os.environ | {"COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    for command, text in zip(commands, shown, strict=True):
+        done = subprocess.run(
+            [sys.executable, "-m", "loft_hvd.cli", *command.split()[1:]],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        told = done.stdout.replace(str(tmp_path.resolve()), "/home/me")
+        # What the simulator finds follows the policy, whose last digits may change.
+        left = [
+            [
+                line.rstrip()
+                for line in t.splitlines()
+                if "simulated" not in line and "whole training" not in line
+            ]
+            for t in (told, text)
+        ]
+        assert left[0] == left[1]
+    assert (tmp_path / "sizes.json").exists()
 
 
 @pytest.mark.long

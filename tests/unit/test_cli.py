@@ -14,8 +14,9 @@ from loft_hvd import cli
 from loft_hvd.doctor import inspect as doctor
 from loft_hvd.doctor.inspect import DoctorFinding, HorovodBuild, Section
 from loft_hvd.doctor.run import RunResult
-from loft_hvd.errors import MissingDependencyError
+from loft_hvd.errors import LoftError, MissingDependencyError
 from loft_hvd.simulate.scenario import read_scenario, shipped_scenarios
+from tests.support.pages import blocks_of, read_page
 
 _SECTIONS = (
     Section(
@@ -352,3 +353,45 @@ def test_bench_robustness_prints_a_matrix_and_writes_it(
     wrong = CliRunner().invoke(app, ["bench", "robustness", "--workers", "8"])
     assert wrong.exit_code == 2
     assert "--workers '8'" in wrong.output
+
+
+def _plan_files(folder: Path) -> list[str]:
+    """Write the two files of docs/plan.md, with a second job; return their names."""
+    blocks = [each for each in blocks_of(read_page("plan.md")) if each.kind == "toml"]
+    cluster, jobs = (block.text for block in blocks)
+    (folder / "cluster.toml").write_text(cluster)
+    (folder / "jobs.toml").write_text(jobs + jobs.replace('"resnet"', '"other"', 1))
+    return [str(folder / name) for name in ("cluster.toml", "jobs.toml")]
+
+
+def test_plan_writes_what_is_asked(app: typer.Typer, tmp_path: Path) -> None:
+    files = _plan_files(tmp_path)
+    written = [str(tmp_path / name) for name in ("plan.json", "sizes.json")]
+    words = ["--job", "other", "--no-simulate", "--json", written[0], "--sizes", written[1]]
+    result = CliRunner().invoke(app, ["plan", *files, *words])
+    assert result.exit_code == 0, result.output
+    assert "job other: 8 ranks on 2 of 4 hosts" in result.output
+    assert "simulated" not in result.output
+    plan, sizes = (json.loads(Path(file).read_text()) for file in written)
+    assert plan["simulated_step_s"] is None
+    assert sizes["hosts"] == {"a1": [128] * 4, "a2": [128] * 4}
+    line = CliRunner().invoke(app, ["plan", *files, *words, "--emit", "mpirun"]).output
+    assert line.startswith("mpirun -np 8 -H a1:4,a2:4 ")
+    assert f"LOFT_HVD_FIRST_SIZES={written[1]}" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ([], r"has the jobs \['other', 'resnet'\]; name one with --job"),
+        (["--job", "third"], r"--job 'third' is none of \['other', 'resnet'\]"),
+        (["--job", "other", "--emit", "ray"], "--emit 'ray' must be one of horovodrun"),
+        (["--job", "other", "--sizes", "."], "--sizes '.'"),
+    ],
+)
+def test_plan_says_what_it_cannot_do(
+    app: typer.Typer, tmp_path: Path, words: list[str], match: str
+) -> None:
+    files = _plan_files(tmp_path)
+    with pytest.raises(LoftError, match=match):
+        CliRunner().invoke(app, ["plan", *files, "--no-simulate", *words], catch_exceptions=False)

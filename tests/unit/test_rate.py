@@ -18,6 +18,7 @@ from loft_hvd.fleet.rate import (
     Traffic,
     exchange,
     predict,
+    reads_of,
     rough_s,
 )
 
@@ -206,6 +207,37 @@ def test_a_server_s_queue_holds_all_ranks() -> None:
     assert found.fetch_s == pytest.approx([64 * 1e5 / 10e6] * 4, rel=1e-9)
     rough = rough_s(fleet_of(parts, data=[data]), replace(JOB, data="d"), Layout.of(parts))
     assert rough == pytest.approx(found.step_s, rel=1e-6)
+
+
+def test_who_holds_more_than_it_computes_serves_the_rest_over_its_link() -> None:
+    """Two of three equal hosts read from the third, which has a whole copy and a thin link."""
+    parts = hosts(1, 1, 1, rate=1e9)
+    thin = replace(parts[0], host=replace(parts[0].host, link_bytes_per_s=1e7))
+    data = DataSet("d", 640, 1e5, {"h0": 64e6})
+    layout = Layout.of([thin, *parts[1:]])
+    fleet, job = fleet_of([thin, *parts[1:]], data=[data]), replace(JOB, data="d")
+    reads = reads_of(fleet, job, layout)
+    assert (reads.server, reads.bytes_per_s, reads.is_at_server) == ("host h0", 1e7, True)
+    # A host that is not taken serves all of it, a part that is there a third less.
+    assert reads_of(fleet, job, Layout.of(parts[1:])).bytes_per_s == 1e7
+    half = replace(data, homes={"h0": 32e6, "h1": 32e6})
+    # h0 has a sixth more than its third, and so has h1, for h2: each serves half of what it lacks.
+    assert reads_of(
+        fleet_of([thin, *parts[1:]], data=[half]), job, layout
+    ).bytes_per_s == pytest.approx(2e7)
+
+
+def test_a_rack_s_link_carries_samples_to_hosts_beyond() -> None:
+    parts = [
+        HostRanks(Host(f"h{at}", {"CPU": 1}, 1e9, rack="left" if at < 2 else "right"), "CPU", 1)
+        for at in range(4)
+    ]
+    racks, data = [Rack("left", 1e7), Rack("right", 1e9)], DataSet("d", 640, 1e5, {"h0": 64e6})
+    fleet = Fleet([part.host for part in parts], racks, [data])
+    reads = reads_of(fleet, replace(JOB, data="d"), Layout.of(parts))
+    # Of three hosts that read two are beyond the rack: 2/3 of the samples cross its link.
+    assert reads.server == "rack left"
+    assert reads.bytes_per_s == pytest.approx(1.5e7)
 
 
 def test_a_whole_copy_needs_no_link() -> None:
