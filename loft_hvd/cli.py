@@ -186,7 +186,9 @@ class _PlanFiles:
     image: str | None
 
 
-def _plan(cluster: str, jobs: str, name: str | None, files: _PlanFiles, *, tries: bool) -> None:
+def _plan(
+    cluster: str, jobs: str, name: str | None, files: _PlanFiles, *, tries: bool, assume: bool
+) -> None:
     """Print where a job should run, or what starts it there."""
     from loft_hvd.fleet.emit import emit, first_sizes
     from loft_hvd.fleet.parse import read_cluster, read_jobs
@@ -199,7 +201,7 @@ def _plan(cluster: str, jobs: str, name: str | None, files: _PlanFiles, *, tries
     chosen = next(iter(known)) if name is None else name
     if chosen not in known:
         raise UsageError(f"plan: --job {chosen!r} is none of {sorted(known)} in {jobs}")
-    plan = plan_job(fleet, known[chosen], simulates=tries)
+    plan = plan_job(fleet, known[chosen], simulates=tries, assume=assume)
     read = [cluster, jobs]
     if files.sizes_file is not None:
         _write("--sizes", files.sizes_file, first_sizes(plan), inputs=read)
@@ -529,9 +531,13 @@ def build_app() -> typer.Typer:
         json_file: str = typer.Option(None, "--json", metavar="FILE", help="Write all of it."),
         image: str = typer.Option(None, help="The container of an MPIJob."),
         simulate: bool = typer.Option(True, help="Try the plan in the simulator."),
+        assume: bool = typer.Option(
+            False, "--assume", help="Take what run logs do not tell apart as it is."
+        ),
     ) -> None:
         """Say which hosts a job should take, with what sizes, and what each host is worth."""
-        _plan(cluster, jobs, job, _PlanFiles(json_file, sizes, emit, image), tries=simulate)
+        files = _PlanFiles(json_file, sizes, emit, image)
+        _plan(cluster, jobs, job, files, tries=simulate, assume=assume)
 
     arguments_argument = typer.Argument(None, metavar="ARGUMENTS", help="What it is given.")
 

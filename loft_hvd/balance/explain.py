@@ -249,14 +249,17 @@ def summarise_fit(fit: Fit) -> str:
 def fit_record(fit: Fit, ranks: Sequence[int], *, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Return what a fit says of some ranks, JSON-able: terms in seconds, an entry a rank.
 
-    ``predicted_s`` is its own work on a batch of ``sizes`` [world_size]; NaN where no model fits.
+    ``predicted_s`` is its own work on a batch of ``sizes`` [world_size], and ``error_s`` the
+    standard error of that; both are NaN where no model fits.
     """
     model = fit.model
     predicted = np.where(fit.is_poor, np.nan, model.times(sizes))
+    errors = np.where(fit.is_poor, np.nan, fit.stderr(sizes))
     return [
         {
             "rank": rank,
             "predicted_s": float(predicted[rank]),
+            "error_s": float(errors[rank]),
             **{term: float(getattr(model, term)[rank]) for term in _TERMS},
             "knee": float(fit.knee[rank]),
             "overlap": float(model.overlap[rank]),

@@ -193,6 +193,7 @@ class Job:
     model_bytes: Annotated[float, Within(4.0, 1e13)]  # of all gradients in float32
     global_batch_size: Samples
     models: dict[str, DeviceModel] = field(default_factory=dict)
+    logs: list[str] = field(default_factory=list)  # run logs that have models of other classes
     steps: Samples | None = None
     epochs: Annotated[float, Within(1e-6, 1e9)] | None = None
     data: str | None = None  # None: every rank has all that it reads

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from loft_hvd.codec import decode
@@ -31,7 +33,12 @@ def read_jobs(path: str | os.PathLike[str], fleet: Fleet) -> dict[str, Job]:
     Raises:
         ArgumentError: as for ``read_cluster``; or a job names data that the cluster has not.
     """
-    found = {job.name: job for job in _read(path, JobList, "jobs").jobs}
+    # Logs are named from where the file is.
+    home = Path(path).parent
+    found = {
+        job.name: replace(job, logs=[str(home / log) for log in job.logs])
+        for job in _read(path, JobList, "jobs").jobs
+    }
     known = sorted(each.name for each in fleet.data)
     for name, job in found.items():
         if job.data is not None and job.data not in known:

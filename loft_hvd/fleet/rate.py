@@ -52,6 +52,7 @@ __all__ = [
     "read_link",
     "reads_of",
     "rough_s",
+    "typical_unit",
 ]
 
 # Bytes of a full Ethernet frame over those of values in it.
@@ -436,12 +437,12 @@ def _deviations(model: StepModel, noise: Floats, sizes: Floats) -> Floats:
     local = model.local(sizes)
     fetch, compute = model.fetch(local, sizes - local), model.compute(sizes)
     longer, shorter = np.maximum(fetch, compute), np.minimum(fetch, compute)
-    deviation: Floats = noise * np.hypot(longer, (1.0 - model.overlap) * shorter) * _typical_unit()
+    deviation: Floats = noise * np.hypot(longer, (1.0 - model.overlap) * shorter) * typical_unit()
     return deviation
 
 
 @functools.cache
-def _typical_unit() -> float:
+def typical_unit() -> float:
     """Return the deviation that ``interval.typical`` finds in normal times of deviation 1."""
     normal = [NormalDist().inv_cdf((i + 0.5) / 1000) for i in range(1000)]
     return float(np.sqrt(typical(np.array(normal))[1]))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from loft_hvd.codec import encode
 from loft_hvd.fleet.jobs import Fleet, Job
+from loft_hvd.fleet.measured import Origin, with_logs
 from loft_hvd.fleet.place import Choice, Worth, choose_hosts, show_rate
 from loft_hvd.fleet.rate import Prediction, read_link, reads_of
 from loft_hvd.simulate.scenario import RankTraits, Scenario
@@ -33,6 +36,7 @@ class JobPlan:
     job: Job
     choice: Choice
     simulated_s: float | None  # a step, once sizes have settled; None where it was not tried
+    origins: Mapping[str, Origin] = field(default_factory=dict)  # of each class's model
 
     @property
     def best(self) -> Prediction:
@@ -47,24 +51,44 @@ class JobPlan:
         return abs(self.simulated_s / self.best.step_s - 1.0) > _APART
 
     @property
+    def error(self) -> float | None:
+        """Standard error of the time, as a share, by those of the models; None if one is typed."""
+        used = {part.device for part in self.best.layout.parts}
+        errors = [self.origins[name].error for name in used if name in self.origins]
+        known = [error for error in errors if error is not None]
+        return max(known) if known and len(known) == len(used) else None
+
+    @property
+    def p95_s(self) -> float:
+        """Seconds that the training should take no longer than in 19 of 20 cases."""
+        return self.total_s * (1.0 + 1.645 * (self.error or 0.0))
+
+    @property
     def total_s(self) -> float:
         """Seconds of the whole training; the simulator's word counts where there is one."""
         scale = 1.0 if self.simulated_s is None else self.simulated_s / self.best.step_s
         return self.best.total_s * scale
 
 
-def plan_job(fleet: Fleet, job: Job, *, simulates: bool = True) -> JobPlan:
+def plan_job(fleet: Fleet, job: Job, *, simulates: bool = True, assume: bool = False) -> JobPlan:
     """Choose hosts for one job that has the machines to itself, and try them.
 
+    Args:
+        fleet: the machines.
+        job: the job; models that it does not have come from its run logs.
+        simulates: whether it is tried.
+        assume: take what logs do not tell apart as it is.
+
     Raises:
-        PlanError: it fits nowhere.
+        PlanError: it fits nowhere, or a log does not tell what is asked of it.
     """
+    job, origins = with_logs(fleet, job, now_s=time.time(), assume=assume)
     choice = choose_hosts(fleet, job)
     simulated_s = None
     if simulates:
         run = simulate(scenario_of(fleet, job, choice.best)).run("loft")
         simulated_s = run.settled_s
-    return JobPlan(fleet, job, choice, simulated_s)
+    return JobPlan(fleet, job, choice, simulated_s, origins)
 
 
 def scenario_of(fleet: Fleet, job: Job, found: Prediction, *, seed: int = 0) -> Scenario:
@@ -200,7 +224,10 @@ def describe(plan: JobPlan) -> list[str]:
             f"in the first epoch, before samples are kept: {1e3 * best.first_epoch_step_s:.4g} ms"
         )
     cost = "" if best.price is None else f", {best.price * plan.total_s / best.total_s:.4g} to pay"
-    lines.append(f"the whole training: {best.num_steps:.0f} steps, {show_time(plan.total_s)}{cost}")
+    until = "" if plan.error is None else f" (19 of 20 times at most {show_time(plan.p95_s)})"
+    lines.append(
+        f"the whole training: {best.num_steps:.0f} steps, {show_time(plan.total_s)}{until}{cost}"
+    )
     lines += _say_worths(plan)
     lines += [
         f"next best: {show_hosts(other)}"
@@ -208,6 +235,7 @@ def describe(plan: JobPlan) -> list[str]:
         + f", {other.total_s / best.total_s - 1:+.1%}"
         for other in plan.choice.others
     ]
+    lines += [f"model of {name}: {origin.text}" for name, origin in plan.origins.items()]
     lines += [f"{name} is left out: {why}" for name, why in plan.choice.left_out.items()]
     return lines
 
@@ -264,6 +292,7 @@ def to_dict(plan: JobPlan) -> dict[str, Any]:
         "simulated_step_s": plan.simulated_s,
         "is_apart": plan.is_apart,
         "total_s": plan.total_s,
+        "p95_s": plan.p95_s,
         "num_steps": best.num_steps,
         "price": None if best.price is None else best.price * plan.total_s / best.total_s,
         "worths": [
@@ -272,7 +301,14 @@ def to_dict(plan: JobPlan) -> dict[str, Any]:
         ],
         "others": [_place(other) for other in plan.choice.others],
         "left_out": plan.choice.left_out,
-        "models": {name: encode(model) for name, model in plan.job.models.items()},
+        "models": {
+            name: {
+                **encode(model),
+                "origin": plan.origins[name].text,
+                "error": plan.origins[name].error,
+            }
+            for name, model in plan.job.models.items()
+        },
     }
 
 

@@ -1,0 +1,168 @@
+"""Models of devices from run logs are those of the devices; what a log does not tell is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loft_hvd.balance.limits import own_device
+from loft_hvd.errors import PlanError
+from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
+from loft_hvd.fleet.measured import layout_of, read_log, with_logs
+from loft_hvd.fleet.rate import predict
+from loft_hvd.transport.local import LocalTransport, run_ranks
+from tests.support.live import SECONDS, Run
+
+FLEET = Fleet([Host("quick.lab", {"A": 1}, 1e9), Host("slow", {"B": 1}, 1e9)])
+JOB = Job("job", ["python"], 4.0, 64, steps=100)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the lines of a run whose second rank takes three times as long a sample."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def work(transport: LocalTransport) -> None:
+        run = Run(transport, log_dir=folder if transport.rank == 0 else None)
+        for _ in range(120):
+            run.step()
+        run.balancer._live.settle()
+
+    run_ranks(2, work)
+    (path,) = folder.glob("*.jsonl")
+    host = own_device()[0]
+    text = path.read_text()
+    assert f'"{host}/0 ' in text
+    return text.replace(f'"{host}/0 ', '"quick/0 ').replace(f'"{host}/1 ', '"slow/0 ')
+
+
+def changed(text: str, kind: str, change: Callable[[dict[str, Any]], None]) -> str:
+    """Return a log with each line of a kind changed."""
+    entries = [json.loads(line) for line in text.splitlines()]
+    for entry in entries:
+        if entry["kind"] == kind:
+            change(entry)
+    return "".join(json.dumps(entry) + "\n" for entry in entries)
+
+
+def job_of(tmp_path: Path, text: str, **given: Any) -> Job:
+    path = tmp_path / "loft-x.jsonl"
+    path.write_text(text)
+    return replace(JOB, logs=[str(path)], **given)
+
+
+def test_models_are_those_of_the_devices(tmp_path: Path, log: str) -> None:
+    job, origins = with_logs(FLEET, job_of(tmp_path, log), now_s=read_time(log) + 3 * 86400)
+    assert job.models["A"].compute_s == pytest.approx(SECONDS[0], rel=0.02)
+    assert job.models["B"].compute_s == pytest.approx(SECONDS[1], rel=0.02)
+    text = origins["A"].text
+    assert text.startswith("measured 3 days ago on ranks 0, ")
+    assert "batches in the newest interval of loft-x.jsonl" in text
+    assert origins["A"].error == pytest.approx(0.0, abs=0.01)
+    found = predict(FLEET, job, layout_of(FLEET, job, read_log(job.logs[0])))
+    assert found.sizes == (48, 16)
+    assert found.longest_s == pytest.approx(0.48, rel=0.02)
+
+
+def read_time(text: str) -> float:
+    times = [json.loads(line) for line in text.splitlines() if '"kind": "times"' in line]
+    return float(times[-1]["time_s"])
+
+
+def test_a_typed_model_goes_first(tmp_path: Path, log: str) -> None:
+    typed = DeviceModel(1.0)
+    job, origins = with_logs(FLEET, job_of(tmp_path, log, models={"A": typed}), now_s=0.0)
+    assert job.models["A"] == typed
+    assert origins["A"].text == "typed in the file of jobs"
+    assert origins["B"].error is not None
+
+
+def test_classes_are_found_by_the_names_of_devices_on_other_hosts(tmp_path: Path, log: str) -> None:
+    fleet = Fleet([Host("n1", {"CPU": 1}, 1e9), Host("n2", {"T4": 1}, 1e9)])
+
+    def rename(entry: dict[str, Any]) -> None:
+        entry["devices"] = ["away/0 CPU AMD EPYC", "away/1 Tesla T4"]
+
+    job, _ = with_logs(fleet, job_of(tmp_path, changed(log, "run", rename)), now_s=0.0)
+    assert job.models["T4"].compute_s == pytest.approx(SECONDS[1], rel=0.02)
+
+    def unknown(entry: dict[str, Any]) -> None:
+        entry["devices"][1] = "away/0 NVIDIA H100"
+
+    with pytest.raises(PlanError, match=r"rank 1 ran on 'away' with the device 'NVIDIA H100'"):
+        with_logs(fleet, job_of(tmp_path, changed(log, "run", unknown)), now_s=0.0)
+
+
+def test_terms_that_a_log_does_not_tell_are_refused_by_name(tmp_path: Path, log: str) -> None:
+    def blur(entry: dict[str, Any]) -> None:
+        entry["ranks"][1]["unclear"] = ["compute_fixed_s", "compute_s"]
+
+    job = job_of(tmp_path, changed(log, "fit", blur))
+    with pytest.raises(PlanError, match="compute_s of class 'B' cannot be told apart on ranks"):
+        with_logs(FLEET, job, now_s=0.0)
+    assert with_logs(FLEET, job, now_s=0.0, assume=True)[0].models.keys() == {"A", "B"}
+
+
+def test_times_that_fit_no_model_are_refused(tmp_path: Path, log: str) -> None:
+    def spoil(entry: dict[str, Any]) -> None:
+        entry["ranks"][0]["is_poor"] = True
+
+    job = job_of(tmp_path, changed(log, "fit", spoil))
+    with pytest.raises(PlanError, match=r"times of ranks \[0\], of class 'A', fit no model"):
+        with_logs(FLEET, job, now_s=0.0)
+    one_class = Fleet([Host("quick", {"A": 1}, 1e9), Host("slow", {"A": 1}, 1e9)])
+    found = with_logs(one_class, job, now_s=0.0)[0].models["A"]  # the other rank tells
+    assert found.compute_s == pytest.approx(SECONDS[1], rel=0.02)
+
+
+def test_a_log_without_times_says_what_it_lacks(tmp_path: Path, log: str) -> None:
+    head = "".join(line + "\n" for line in log.splitlines() if '"kind": "run"' in line)
+    with pytest.raises(PlanError, match="has no times or fit, from which models come"):
+        with_logs(FLEET, job_of(tmp_path, head), now_s=0.0)
+
+
+def test_caps_and_what_a_remote_sample_costs_beside_its_bytes(tmp_path: Path, log: str) -> None:
+    def cap(entry: dict[str, Any]) -> None:
+        entry["caps"] = [48, None]
+
+    def fetch(entry: dict[str, Any]) -> None:
+        entry["ranks"][0] |= {"remote_s": 3e-3, "unclear": []}
+
+    def read(entry: dict[str, Any]) -> None:
+        entry["ranks"][0] |= {"remote": 5.0}
+
+    text = log
+    for kind, change in (("run", cap), ("fit", fetch), ("times", read)):
+        text = changed(text, kind, change)
+    fleet = replace(FLEET, data=[DataSet("d", 1000, 1e6)])  # 1 ms a sample on a link of 1 GB/s
+    found = with_logs(fleet, job_of(tmp_path, text, data="d"), now_s=0.0)[0].models
+    assert found["A"].max_batch == 48
+    assert found["B"].max_batch is None
+    assert found["A"].remote_s == pytest.approx(2e-3)
+
+
+def test_what_backward_passes_hide_follows_from_what_steps_took(tmp_path: Path, log: str) -> None:
+    """Steps that are no longer than the ranks' work hide all of an exchange of a quarter second."""
+    job = job_of(tmp_path, log, model_bytes=250e6)
+    assert with_logs(FLEET, job, now_s=0.0)[0].hidden_share == pytest.approx(1.0, abs=0.05)
+
+    def wait(entry: dict[str, Any]) -> None:
+        for rank in entry["ranks"]:
+            rank["typical_wall_s"] += 0.125
+
+    job = job_of(tmp_path, changed(log, "times", wait), model_bytes=250e6)
+    sent_s = 250e6 * 1514 / 1448 / 1e9
+    expected = 1.0 - 0.125 / sent_s
+    assert with_logs(FLEET, job, now_s=0.0)[0].hidden_share == pytest.approx(expected, abs=0.05)
+
+
+def test_a_host_that_is_none_of_the_clusters_is_named(tmp_path: Path, log: str) -> None:
+    fleet = Fleet([Host("quick", {"A": 1}, 1e9)])
+    job = job_of(tmp_path, log)
+    with pytest.raises(PlanError, match="host 'slow' is none of the cluster's"):
+        layout_of(fleet, job, read_log(job.logs[0]))
