@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import typer
     from rich.console import Console, RenderableType
 
+    from loft_hvd.fleet.jobs import Fleet, Job
+
 __all__ = ["build_app", "main"]
 
 
@@ -178,12 +180,23 @@ def _compare(num_clusters: int, *, seed: int, json_file: str | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _PlanFiles:
-    """What ``plan`` is to write beside what it prints."""
+    """What ``plan`` is to read and write beside its two files."""
 
     json_file: str | None
     sizes_file: str | None
     emit: str | None  # prints what starts the job, in place of the words
     image: str | None
+    check: str | None  # a run log, which is compared in place of planning
+
+
+def _check_plan(fleet: Fleet, job: Job, log: str, *, assume: bool) -> None:
+    """Print what a run took beside what was predicted."""
+    from loft_hvd.fleet.check_log import check_log, check_table, describe_check
+    from loft_hvd.fleet.measured import with_logs
+
+    check = check_log(fleet, with_logs(fleet, job, now_s=time.time(), assume=assume)[0], log)
+    _print_text(printable("\n".join(describe_check(check))))
+    _print_table(check_table(check), words=(1,))
 
 
 def _plan(
@@ -201,6 +214,9 @@ def _plan(
     chosen = next(iter(known)) if name is None else name
     if chosen not in known:
         raise UsageError(f"plan: --job {chosen!r} is none of {sorted(known)} in {jobs}")
+    if files.check is not None:
+        _check_plan(fleet, known[chosen], files.check, assume=assume)
+        return
     plan = plan_job(fleet, known[chosen], simulates=tries, assume=assume)
     read = [cluster, jobs]
     if files.sizes_file is not None:
@@ -531,12 +547,15 @@ def build_app() -> typer.Typer:
         json_file: str = typer.Option(None, "--json", metavar="FILE", help="Write all of it."),
         image: str = typer.Option(None, help="The container of an MPIJob."),
         simulate: bool = typer.Option(True, help="Try the plan in the simulator."),
+        check: str = typer.Option(
+            None, metavar="LOG", help="Compare a run with its prediction, in place of planning."
+        ),
         assume: bool = typer.Option(
             False, "--assume", help="Take what run logs do not tell apart as it is."
         ),
     ) -> None:
         """Say which hosts a job should take, with what sizes, and what each host is worth."""
-        files = _PlanFiles(json_file, sizes, emit, image)
+        files = _PlanFiles(json_file, sizes, emit, image, check)
         _plan(cluster, jobs, job, files, tries=simulate, assume=assume)
 
     arguments_argument = typer.Argument(None, metavar="ARGUMENTS", help="What it is given.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Job
 from loft_hvd.fleet.rate import HostRanks, Layout, exchange, typical_unit
 from loft_hvd.runlog import newest_log, read_run_log
 
-__all__ = ["LoggedRun", "Origin", "layout_of", "read_log", "with_logs"]
+__all__ = ["LoggedRun", "Origin", "layout_of", "read_log", "usual_longest", "with_logs"]
 
 T = TypeVar("T")
 _NORMAL_FIFTH = 0.8416  # as in balance/fit.py
@@ -71,6 +72,13 @@ class _LoggedFit:
 
 
 @dataclass(frozen=True)
+class _LoggedPlan:
+    """A line ``plan``."""
+
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
 class LoggedRun:
     """The last run of a log."""
 
@@ -82,6 +90,7 @@ class LoggedRun:
     num_ranks: int
     steps: int
     caps: dict[int, int]  # known of each rank
+    planned: list[int]  # sizes of the newest plan, [world_size]
 
     @property
     def hosts(self) -> list[str]:
@@ -91,6 +100,15 @@ class LoggedRun:
     @property
     def _keys(self) -> list[str]:
         return [device.partition(" ")[0] for device in self.world.devices]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each rank: as measured, and as planned of ranks that a log leaves out."""
+        planned = self.planned or [0] * len(self.world.devices)
+        return [
+            round(self.times[rank].samples) if rank in self.times else size
+            for rank, size in enumerate(planned)
+        ]
 
     @property
     def names(self) -> list[str]:
@@ -135,6 +153,7 @@ def read_log(path: str | Path) -> LoggedRun:
         int(newest["times"].get("num_ranks") or len(times)),
         int(newest["times"]["step"]),
         caps,
+        read(_LoggedPlan, newest["plan"], "plan").sizes if "plan" in newest else [],
     )
 
 
@@ -298,24 +317,32 @@ def _origin(run: LoggedRun, ranks: Sequence[int], *, now_s: float) -> Origin:
     return Origin(text, error)
 
 
-def layout_of(fleet: Fleet, job: Job, run: LoggedRun) -> Layout:
-    """Return where a log's ranks were; a PlanError where hosts are none of the cluster's."""
-    hosts = []
-    for name in run.hosts:
+def layout_of(fleet: Fleet, job: Job, run: LoggedRun) -> tuple[Layout, list[int]]:
+    """Return where a log's ranks were, and the log's rank of each rank of that layout.
+
+    Raises:
+        PlanError: a host is none of the cluster's.
+    """
+    places = []
+    for rank, name in enumerate(run.hosts):
         host = next((each for each in fleet.hosts if _is_same(each.name, name)), None)
         if host is None:
             raise PlanError(
                 f"run log {run.path}: host {name!r} is none of the cluster's "
                 f"{sorted(each.name for each in fleet.hosts)}"
             )
-        hosts.append(host)
-    counts: dict[tuple[str, str], HostRanks] = {}
-    for rank, host in enumerate(hosts):
-        device = _class_of(fleet, run, rank)
-        before = counts.get((host.name, device))
-        counts[host.name, device] = HostRanks(host, device, (before.count if before else 0) + 1)
-    over = "nodes" if job.over == "nodes" else "ranks"
-    return Layout.of(list(counts.values()), over=over)
+        places.append((host, _class_of(fleet, run, rank)))
+    counts = Counter((host.name, device) for host, device in places)
+    hosts = {host.name: host for host, _ in places}
+    parts = [HostRanks(hosts[name], device, count) for (name, device), count in counts.items()]
+    layout = Layout.of(parts, over="nodes" if job.over == "nodes" else "ranks")
+    order = [
+        rank
+        for part in layout.parts
+        for rank, (host, device) in enumerate(places)
+        if (host.name, device) == (part.host.name, part.device)
+    ]
+    return layout, order
 
 
 def _hidden_share(fleet: Fleet, job: Job, run: LoggedRun) -> float:
@@ -324,7 +351,7 @@ def _hidden_share(fleet: Fleet, job: Job, run: LoggedRun) -> float:
     What a step took beyond the usual longest of the ranks' own work was not hidden.
     """
     try:
-        sent = exchange(fleet, job, layout_of(fleet, job, run))
+        sent = exchange(fleet, job, layout_of(fleet, job, run)[0])
     except PlanError:
         return 0.0
     wall_s = statistics.median(each.typical_wall_s for each in run.times.values())

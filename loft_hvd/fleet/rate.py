@@ -535,8 +535,8 @@ class Prediction:
         return tuple(part for part in self.layout.parts for _ in range(part.count))
 
 
-def predict(fleet: Fleet, job: Job, layout: Layout) -> Prediction:
-    """Choose the best sizes on a layout and say what a step takes.
+def predict(fleet: Fleet, job: Job, layout: Layout, *, sizes: Sizes | None = None) -> Prediction:
+    """Say what a step takes on a layout, with the best sizes or those given, [world_size].
 
     Raises:
         PlanError: the job cannot run so: its rule needs more workers, no sizes are within its
@@ -544,10 +544,11 @@ def predict(fleet: Fleet, job: Job, layout: Layout) -> Prediction:
     """
     layout.check(job)
     sent = exchange(fleet, job, layout)
-    sizes, model, longest_s = _best_sizes(_work_of(fleet, job, layout, is_warm=job.store), job)
+    warm = _work_of(fleet, job, layout, is_warm=job.store)
+    sizes, model, longest_s = _longest(warm, job, sizes)
     first_s = longest_s
     if job.store:
-        first_s = _best_sizes(_work_of(fleet, job, layout, is_warm=False), job)[2]
+        first_s = _longest(_work_of(fleet, job, layout, is_warm=False), job, None)[2]
     batch = np.array(sizes, dtype=np.float64)
     local = model.local(batch)
     fetch, compute = model.fetch(local, batch - local), model.compute(batch)
@@ -567,8 +568,8 @@ def predict(fleet: Fleet, job: Job, layout: Layout) -> Prediction:
     )
 
 
-def _best_sizes(work: _OwnWork, job: Job) -> tuple[Sizes, StepModel, float]:
-    """Return the best sizes, the model of every rank, and the usual longest of their work."""
+def _longest(work: _OwnWork, job: Job, sizes: Sizes | None) -> tuple[Sizes, StepModel, float]:
+    """Return sizes, the best if none are given, every rank's model, and the usual longest."""
     count = work.count.astype(np.int64)
     world_size = int(count.sum())
     terms: dict[str, Any] = {
@@ -578,7 +579,7 @@ def _best_sizes(work: _OwnWork, job: Job) -> tuple[Sizes, StepModel, float]:
     model = StepModel.build(world_size, source=source, shared_s=work.queue_s, **terms)
     caps = np.repeat(work.high, count)
     bounds = Bounds.of(world_size, floor=job.min_batch, cap=caps)
-    sizes = exact(model, job.global_batch_size, bounds)
+    sizes = exact(model, job.global_batch_size, bounds) if sizes is None else sizes
     batch = np.array(sizes, dtype=np.float64)
     deviation = _deviations(model, np.repeat(work.noise, count), batch)
     times = model.times(sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from loft_hvd.fleet.emit import emit
+from loft_hvd.fleet.jobs import DeviceModel, Fleet, Host, Job
+from loft_hvd.fleet.run import plan_job
 from tests.support.launch import ROOT, launcher_here
 from tests.support.slurm import missing_for_slurm, private_slurm
 
@@ -92,6 +96,32 @@ def test_a_batch_script_trains_under_slurm(
     status, output = submit(slurm, tmp_path, FOLDER / name, text, *options)
     assert status == 0, output
     assert output.count("Verdict: the 2 ranks fit together") == 1, output
+    assert sorted(re.findall(r"rank \d of 2 has finished, mean 0\.5", output)) == [
+        "rank 0 of 2 has finished, mean 0.5",
+        "rank 1 of 2 has finished, mean 0.5",
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slots", [2, 3])
+def test_the_script_of_a_plan_trains_under_slurm(
+    slurm: Mapping[str, str], slots: int, tmp_path: Path
+) -> None:
+    """With two slots the host is taken whole, with three as a heterogeneous job of one part."""
+    host = Host(socket.gethostname(), {"CPU": slots}, 1e9)
+    job = Job(
+        "job",
+        [sys.executable, str(tmp_path / "train.py")],
+        4.0,
+        64,
+        {"CPU": DeviceModel(1e-3)},
+        steps=1,
+        max_workers=2,
+    )
+    script = tmp_path / "plan.sbatch"
+    script.write_text(emit(plan_job(Fleet([host]), job, simulates=False), "sbatch"))
+    status, output = submit(slurm, tmp_path, script, HOROVOD_SCRIPT)
+    assert status == 0, output
     assert sorted(re.findall(r"rank \d of 2 has finished, mean 0\.5", output)) == [
         "rank 0 of 2 has finished, mean 0.5",
         "rank 1 of 2 has finished, mean 0.5",

@@ -395,3 +395,22 @@ def test_plan_says_what_it_cannot_do(
     files = _plan_files(tmp_path)
     with pytest.raises(LoftError, match=match):
         CliRunner().invoke(app, ["plan", *files, "--no-simulate", *words], catch_exceptions=False)
+
+
+def test_plan_compares_a_run_with_its_prediction(app: typer.Typer, tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(
+        '[[hosts]]\nname = "vm"\nslots = { CPU = 3 }\nlink_bytes_per_s = 1e9\n'
+    )
+    (tmp_path / "jobs.toml").write_text(
+        '[[jobs]]\nname = "a"\ncommand = ["x"]\nmodel_bytes = 4\nglobal_batch_size = 36\n'
+        "steps = 9\nmodels.CPU.compute_s = 3e-3\n"
+    )
+    log = Path(__file__).parent / "logs/slow_cpu.jsonl"
+    files = [str(tmp_path / name) for name in ("cluster.toml", "jobs.toml")]
+    result = CliRunner().invoke(app, ["plan", *files, "--check", str(log)])
+    assert result.exit_code == 0, result.output
+    assert "slow_cpu.jsonl: a step took 90" in result.output
+    assert "MORE THAN 10 % APART" in result.output
+    assert [line.split()[:2] for line in result.output.splitlines()[-3:]] == [
+        [str(rank), "vm"] for rank in range(3)
+    ]

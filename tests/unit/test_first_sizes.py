@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from loft_hvd.balance.limits import own_device
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentTypeError, PlanError
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.live import SECONDS, Run
 
 
 def write(path: Path, hosts: Any, total: int = 24) -> Path:
@@ -69,6 +71,22 @@ def test_every_rank_starts_from_rank_0_s_sizes(tmp_path: Path) -> None:
         return loft.Balancer(24, first_sizes=first, transport=transport).plan.sizes
 
     assert run_ranks(3, work) == [(12, 4, 8)] * 3
+
+
+def test_the_first_steps_are_as_short_as_settled_ones() -> None:
+    """Rank 1 takes three times as long a sample, so that 48 and 16 of 64 are best."""
+
+    def work(transport: LocalTransport, first: list[int] | None) -> list[float]:
+        run = Run(transport, first_sizes=first)
+        for _ in range(200):
+            run.step()
+        return [max(np.array(sizes) * SECONDS) for sizes in run.sizes]
+
+    known, equal = (run_ranks(2, partial(work, first=first))[0] for first in ([47, 17], None))
+    settled_s = np.mean(known[100:])
+    assert settled_s == pytest.approx(0.48, rel=0.02)
+    assert np.mean(known[:100]) <= 1.05 * settled_s
+    assert np.mean(equal[:100]) > 1.1 * settled_s
 
 
 def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

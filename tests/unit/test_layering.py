@@ -198,6 +198,7 @@ _LAYERS = {
     "fleet/measured.py": 8,
     "fleet/place.py": 8,
     "fleet/run.py": 8,
+    "fleet/check_log.py": 8,
     "fleet/emit.py": 8,
     "report/__init__.py": 0,
     "report/svg.py": 0,

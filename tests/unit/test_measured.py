@@ -12,6 +12,7 @@ import pytest
 
 from loft_hvd.balance.limits import own_device
 from loft_hvd.errors import PlanError
+from loft_hvd.fleet.check_log import check_log, check_table, describe_check
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
 from loft_hvd.fleet.measured import layout_of, read_log, with_logs
 from loft_hvd.fleet.rate import predict
@@ -64,7 +65,7 @@ def test_models_are_those_of_the_devices(tmp_path: Path, log: str) -> None:
     assert text.startswith("measured 3 days ago on ranks 0, ")
     assert "batches in the newest interval of loft-x.jsonl" in text
     assert origins["A"].error == pytest.approx(0.0, abs=0.01)
-    found = predict(FLEET, job, layout_of(FLEET, job, read_log(job.logs[0])))
+    found = predict(FLEET, job, layout_of(FLEET, job, read_log(job.logs[0]))[0])
     assert found.sizes == (48, 16)
     assert found.longest_s == pytest.approx(0.48, rel=0.02)
 
@@ -166,3 +167,23 @@ def test_a_host_that_is_none_of_the_clusters_is_named(tmp_path: Path, log: str) 
     job = job_of(tmp_path, log)
     with pytest.raises(PlanError, match="host 'slow' is none of the cluster's"):
         layout_of(fleet, job, read_log(job.logs[0]))
+
+
+def test_a_run_stands_beside_its_prediction(tmp_path: Path, log: str) -> None:
+    """Hosts in another order than the log's ranks; the slow one's model is a third too fast."""
+    quick, slow_host = FLEET.hosts
+    fleet = Fleet([replace(quick, rack="z"), replace(slow_host, rack="a")])
+    job = job_of(tmp_path, log)
+    typed = replace(job, logs=[], models={"A": DeviceModel(SECONDS[0]), "B": DeviceModel(2e-2)})
+    check = check_log(fleet, typed, job.logs[0])
+    assert check.order == [1, 0]
+    assert check.predicted.sizes == (16, 48)
+    assert check.step_s == pytest.approx(0.48, rel=0.02)
+    assert not check.is_apart  # the quick rank takes as long
+    rows = check_table(check)
+    assert [row[:3] for row in rows[1:]] == [["0", "quick", "48"], ["1", "slow", "16"]]
+    assert [row[-2:] for row in rows[1:]] == [["480.0", "480.0"], ["480.0", "320.0"]]
+    slow = replace(typed, models={"A": DeviceModel(0.5e-2), "B": DeviceModel(2e-2)})
+    check = check_log(fleet, slow, job.logs[0])
+    assert check.is_apart
+    assert "predicted 320 ms (-33.3%); MORE THAN 10 % APART" in describe_check(check)[0]
