@@ -54,6 +54,7 @@ from loft_hvd.optimizer.attach import attach
 from loft_hvd.optimizer.ddp import ddp_hook
 from loft_hvd.optimizer.distributed import DistributedOptimizer
 from loft_hvd.optimizer.fsdp import fsdp_hook
+from loft_hvd.optimizer.watching import watch
 from loft_hvd.pipeline.allreduce import Handle, allreduce, allreduce_async
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
@@ -125,4 +126,5 @@ __all__ = [
     "parse_rule",
     "phocas",
     "trimmed_mean",
+    "watch",
 ]

@@ -753,6 +753,22 @@ class Balancer(NeverCopied):
         follow(self)
         self._live.begin_own_batch()
 
+    def begin_watched_pass(self, *, samples: int, stall_s: float | None, is_first: bool) -> None:
+        """Note that a pass of a script that is only watched begins.
+
+        ``stall_s``: what its loader took; None, where it has none that is known, is all since the
+        last step. ``is_first``: the first pass of an optimizer step stands for the step's batch.
+        """
+        self._live.begin_watched_pass(samples=samples, stall_s=stall_s, is_first=is_first)
+
+    def fetched_ahead(self, *, stall_s: float) -> None:
+        """Note that the script waited for a later batch while it computes one."""
+        self._live.timer.fetched_ahead(stall_s=stall_s)
+
+    def backward_began(self) -> None:
+        """Note that the forward pass of the newest batch is over."""
+        self._live.timer.backward_began()
+
     def take_step(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to.
 

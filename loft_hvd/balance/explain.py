@@ -12,14 +12,19 @@ import numpy as np
 
 from loft_hvd.balance.fit import Fit
 from loft_hvd.balance.interval import RankTimes
+from loft_hvd.balance.turns import Crowd, Turns
 
 __all__ = [
+    "CAUSES",
+    "WORK",
     "SlowRank",
     "describe",
     "describe_fit",
     "find_slow",
     "fit_record",
     "ranks_to_log",
+    "say_crowd",
+    "say_turns",
     "versus",
     "waited_share",
     "why_none",
@@ -29,6 +34,19 @@ __all__ = [
 # difference is 3 % of a step (as much as the dead band asks of a change: less is not worth words),
 # and when it is three of its standard errors: chance makes one in 700.
 _SLOW_RATIO, _SLOW_SHARE, _SLOW_ERRORS = 1.10, 0.03, 3.0
+# What is beside a rank's own work (its queue for a core, and the script between steps) makes it
+# slow when it is a tenth of a step above that of each other rank, twice as long, and the others
+# wait for most of that: where waits are not known, they are in it.
+_BESIDE_SHARE, _BESIDE_WAITED = 0.10, 0.5
+WORK = {"queue": "work with the queue", "other": "time in a step"}  # what takes so much more
+CAUSES = {
+    "fetch": "fetching",
+    "forward": "its forward passes",
+    "backward": "its backward passes",
+    "compute": "computing",  # where it is not known in which pass
+    "queue": "queueing for a core",
+    "other": "what it does between its passes",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +55,7 @@ class SlowRank:
 
     rank: int
     ratio: float  # its own work a step over the median of the other ranks'
-    cause: str  # "fetch" or "compute", whichever is further above the median of the others'
+    cause: str  # of ``CAUSES``, whichever is furthest above the median of the others'
     share: float  # of a step that would be saved without it and all slower ones
 
 
@@ -68,16 +86,57 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
         usual_s = statistics.median(each.busy_s for each in others)
         if not (usual_s > 0 and _differs(time, others, step_s=step_s) > 0):
             continue
-        stall_s = time.stall_s - statistics.median(each.stall_s for each in others)
-        compute_s = time.compute_s - statistics.median(each.compute_s for each in others)
         # Of several slow ranks the next one hides what the first costs: each goes on from what
         # those before it would save.
         names.add(time.rank)
         rest_s = max((each.busy_s for each in measured if each.rank not in names), default=0.0)
         share = (longest_s - rest_s) / step_s if step_s > 0 else 0.0
-        cause = "fetch" if stall_s > compute_s else "compute"
-        slow.append(SlowRank(time.rank, time.busy_s / usual_s, cause, share))
-    return tuple(slow)
+        slow.append(SlowRank(time.rank, time.busy_s / usual_s, _cause(time, others), share))
+    return tuple(slow) or _find_beside(measured, step_s=step_s)
+
+
+def _parts(time: RankTimes) -> dict[str, float]:
+    """Return what a rank's own work consists of, by ``CAUSES``."""
+    if time.forward_s > 0:
+        backward_s = time.compute_s - time.forward_s
+        return {"fetch": time.stall_s, "forward": time.forward_s, "backward": backward_s}
+    return {"compute": time.compute_s, "fetch": time.stall_s}
+
+
+def _cause(time: RankTimes, others: Sequence[RankTimes]) -> str:
+    """Return what is furthest above the median of the others'."""
+    usual = [_parts(each) for each in others]
+    above = {
+        part: seconds - statistics.median(each.get(part, 0.0) for each in usual)
+        for part, seconds in _parts(time).items()
+    }
+    return max(above, key=lambda part: above[part])
+
+
+def _find_beside(measured: Sequence[RankTimes], *, step_s: float) -> tuple[SlowRank, ...]:
+    """Return the rank that is slow by what is not its own work, if one is."""
+    found = []
+    for time in measured:
+        others = [each for each in measured if each is not time]
+        for cause, part in (("queue", "queued"), ("other", "other")):
+            own_s, error_s = _usual(time, part)
+            known = [_usual(each, part) for each in others]
+            longest_s = max(seconds for seconds, _ in known)
+            error_s = math.hypot(error_s, statistics.median(error for _, error in known))
+            more_s = own_s - longest_s
+            waited_s = statistics.median(each.wait_s for each in others) - time.wait_s
+            least_s = max(_BESIDE_SHARE * step_s, _SLOW_ERRORS * error_s, longest_s)
+            if more_s > least_s and waited_s > _BESIDE_WAITED * more_s:
+                usual_s = statistics.median(each.busy_s for each in others) + longest_s
+                ratio = (time.busy_s + own_s) / usual_s if usual_s > 0 else math.inf
+                found.append(SlowRank(time.rank, ratio, cause, more_s / step_s))
+    return tuple(sorted(found, key=lambda entry: -entry.share)[:1])
+
+
+def _usual(time: RankTimes, part: str) -> tuple[float, float]:
+    """Return what a part of a rank's steps usually takes, and the error of that."""
+    spread_s2 = getattr(time, f"{part}_spread_s2")
+    return getattr(time, f"typical_{part}_s"), math.sqrt(spread_s2 / max(time.steps, 1))
 
 
 def why_none(times: Sequence[RankTimes]) -> str:
@@ -117,14 +176,19 @@ def versus(num_ranks: int) -> str:
     return "the other rank's" if num_ranks == 2 else "the median of the others'"
 
 
-def describe(times: Sequence[RankTimes]) -> str:
+def describe(
+    times: Sequence[RankTimes], crowd: Crowd | None = None, turns: Turns | None = None
+) -> str:
     """Say what waiting costs and who causes it, then what each rank spent its steps on.
 
     ``stall`` is the part of ``fetch`` that the script waited for; a rank's own work is its stall
     and its computing. ``overlap`` is how much of the shorter of fetch and computing was hidden.
     """
-    lines = _describe_waits(times)
-    columns = ("fetch", "stall", "compute", "queued", "wait", "other")
+    lines = [] if crowd is None else [say_crowd(crowd)]
+    lines += _describe_waits(times, crowd, turns)
+    columns = ["fetch", "stall", "compute", "queued", "wait", "other"]
+    if any(time.forward_s > 0 for time in times):
+        columns.insert(2, "forward")
     titles = "".join(f"{column + ' ms':>12s}" for column in columns)
     lines.append(f"rank  samples{titles}   samples/s  overlap")
     for time in times:
@@ -140,12 +204,33 @@ def describe(times: Sequence[RankTimes]) -> str:
     return "\n".join(lines)
 
 
-def _describe_waits(times: Sequence[RankTimes]) -> list[str]:
+def say_crowd(crowd: Crowd) -> str:
+    """Say what it costs that ranks share cores."""
+    return (
+        f"{crowd.num_ranks} ranks share {crowd.cpus} core{'s' * (crowd.cpus > 1)}: each waits "
+        f"{1e3 * crowd.queued_s:.3g} ms a step for a core, {crowd.share:.0%} of it"
+    )
+
+
+def say_turns(turns: Turns) -> str:
+    """Say what it costs that ranks are slow by turns."""
+    return (
+        f"ranks {' '.join(map(str, turns.ranks))} are slow by turns: in {turns.steps} of the last "
+        f"{turns.num_steps} steps one of them alone takes long by {CAUSES[turns.cause]}, which "
+        f"costs {turns.share:.0%} of a step"
+    )
+
+
+def _describe_waits(
+    times: Sequence[RankTimes], crowd: Crowd | None, turns: Turns | None
+) -> list[str]:
     """Say what waiting for others costs, and which ranks cause it by how much."""
     measured = [time for time in times if time.samples > 0]
     step_s = max((time.wall_s for time in measured), default=0.0)
     slow, lines = find_slow(times), []
-    if step_s > 0 and len(measured) > 1:
+    if turns is not None:  # on average nobody waits for anybody
+        lines.append(say_turns(turns))
+    elif step_s > 0 and len(measured) > 1:
         share = waited_share(times)
         lines.append(
             f"ranks wait for the longest one {1e3 * share * step_s:.1f} ms of a step of "
@@ -153,7 +238,8 @@ def _describe_waits(times: Sequence[RankTimes]) -> list[str]:
         )
     by_rank = {time.rank: time for time in times}
     for number, entry in enumerate(slow):
-        why = f"its own work takes {entry.ratio:.2f}x {versus(len(measured))}"
+        work = WORK.get(entry.cause, "own work")
+        why = f"its {work} takes {entry.ratio:.2f}x {versus(len(measured))}"
         if entry.cause == "fetch" and by_rank[entry.rank].remote > 0:
             why += f"; {by_rank[entry.rank].remote:.1f} samples a batch come from elsewhere"
         line = f"rank {entry.rank} is slow: {entry.cause} ({why})"
@@ -161,14 +247,14 @@ def _describe_waits(times: Sequence[RankTimes]) -> list[str]:
             so_far = "without it" if number == 0 else "without it and those above"
             line += f"; {so_far} a step would be {entry.share:.1%} shorter"
         lines.append(line)
-    if not slow:
+    if not (slow or turns or crowd):
         why = why_none(times)
         lines.append(f"no rank is slow: {why}" if why else "no rank is slow")
     lines += [
         f"rank {time.rank}: a few long steps add {1e3 * time.accident_s:.1f} ms to its average; "
         "sizes do not follow them"
         for time in measured
-        if time.accident_s > _SLOW_SHARE * max(step_s, 1e-9)
+        if turns is None and time.accident_s > _SLOW_SHARE * max(step_s, 1e-9)
     ]
     return lines
 

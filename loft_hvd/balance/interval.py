@@ -1,9 +1,11 @@
 """What ranks report of an interval: its columns, its sums and its screening, defined once.
 
 A report is one row of float64 a rank: where the rank is (``Head``), what it spent (``SUMS``, added
-up over the interval's batches) and how much of its machine others use (``USES``). The live plan,
-the policies, ``explain``, the run log and the simulator all read rows through this file. Nothing
-that a rank sends is trusted to be a time.
+up over the interval's batches) and how much of its machine others use (``USES``). Where sizes stay
+as they are it ends with the CPUs that ranks share and with the newest steps one by one (``RECENT``
+of ``PARTS``), which show what no sum does. The live plan, the policies, ``explain``, the run log
+and the simulator all read rows through this file. Nothing that a rank sends is trusted to be a
+time.
 
 A rank works out itself what a step usually takes (``typical``), so that a garbage collection or a
 page-cache miss in one step in fifty is no pace of the rank, and sends how well it knows it.
@@ -25,12 +27,15 @@ from loft_hvd.errors import ArgumentError
 
 __all__ = [
     "COLUMNS",
+    "PARTS",
+    "RECENT",
     "SUM",
     "SUMS",
     "TYPICAL",
     "USES",
     "Head",
     "Interval",
+    "Place",
     "RankTimes",
     "Report",
     "read_times",
@@ -132,6 +137,15 @@ class Head(NamedTuple):
     next_interval: int  # steps to the next exchange, as this rank would have it
 
 
+class Place(NamedTuple):
+    """What a rank has to share on its host."""
+
+    local_ranks: float  # ranks on its host
+    cpus: float  # that it may run on,
+    first_cpu: float  # and the lowest of them: ranks that are bound to others have others
+    threads_queued_s: float  # of a step, of the thread beside the main one that queues longest
+
+
 @dataclass(frozen=True)
 class RankTimes:
     """What one rank spent on an average batch of the last interval."""
@@ -163,6 +177,11 @@ class RankTimes:
     compute_spread_s2: Amount = 0.0
     wall_spread_s2: Amount = 0.0
     busy_skew: Amount = 0.0  # of ``busy_s`` (``skewness``)
+    forward_s: Amount = 0.0  # of ``compute_s``, before the backward pass began; 0 where unknown
+    typical_queued_s: Amount = 0.0  # this and the next as those above
+    typical_other_s: Amount = 0.0
+    queued_spread_s2: Amount = 0.0
+    other_spread_s2: Amount = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -199,11 +218,19 @@ class RankTimes:
         return self.samples / self.busy_s if self.busy_s > 0 else 0.0
 
 
-SUMS = tuple(each.name for each in fields(RankTimes))[1:]  # [21]: all but the rank's number
-TYPICAL = ("fetch_s", "compute_s", "wall_s")  # what a rank works out itself, of its own steps
+SUMS = tuple(each.name for each in fields(RankTimes))[1:]  # [26]: all but the rank's number
+TYPICAL = (
+    "fetch_s",
+    "compute_s",
+    "wall_s",
+    "queued_s",
+    "other_s",
+)  # what a rank works out itself, of its own steps
 SUM = {name: at for at, name in enumerate(SUMS)}  # column by name, of a row of sums alone
 USES = ("cpu_use", "memory_use")  # by others, as a share of what the rank could use, 0 to 1
-_AT = {name: at for at, name in enumerate((*Head._fields, *SUMS, *USES))}  # of a whole row, [28]
+_AT = {name: at for at, name in enumerate((*Head._fields, *SUMS, *USES))}  # of a row, [33]
+PARTS = ("fetch", "forward", "backward", "other", "queue")  # of a step: what its seconds went to
+RECENT = 32  # steps that are told one by one: half a second's at least, and a quarter of a kilobyte
 
 # What policies see of it: averages a step, of fetch, stall and compute as a step usually has it.
 COLUMNS = (
@@ -252,7 +279,7 @@ def usual_stall(fetch_s: Floats, mean_fetch_s: Floats, mean_stall_s: Floats) -> 
 
 
 def _means(sums: Floats) -> Floats:
-    """Turn sums [world_size, 21] into averages a batch, as they are: not all are times.
+    """Turn sums [world_size, 26] into averages a batch, as they are: not all are times.
 
     A rank without batches has 0 everywhere, one whose number of batches is none has NaN.
     """
@@ -264,7 +291,7 @@ def _means(sums: Floats) -> Floats:
 
 
 def read_times(sums: Floats) -> tuple[RankTimes, ...]:
-    """Turn the sums of all ranks, in the order of ``SUMS``, [world_size, 21], into averages.
+    """Turn the sums of all ranks, in the order of ``SUMS``, [world_size, 26], into averages.
 
     Sums that no clock can have measured (not finite, negative, beyond 1e15) count as 0.
     """
@@ -360,10 +387,14 @@ def _root(squares: Floats) -> Floats:
 
 
 class Report:
-    """What all ranks sent: rows of ``Head``, ``SUMS`` and ``USES``, float64, [world_size, 28]."""
+    """What all ranks sent: rows of ``Head``, ``SUMS`` and ``USES``, float64, [world_size, 33].
+
+    Where sizes stay as they are ``Place`` follows, and seconds of the newest steps, [RECENT,
+    len(PARTS)] of each rank.
+    """
 
     def __init__(self, rows: Floats) -> None:
-        self._rows = rows
+        self._rows, self._beside = rows[:, : len(_AT)], rows[:, len(_AT) :]
 
     def column(self, name: str) -> Floats:
         """Return what every rank sent under a name, as it was sent, [world_size]."""
@@ -381,6 +412,20 @@ class Report:
     def times(self) -> tuple[RankTimes, ...]:
         """Average times of every rank, [world_size]."""
         return read_times(self._sums)
+
+    @property
+    def places(self) -> list[Place]:
+        """Where ranks run, [world_size]; [] where that is not told."""
+        told = np.nan_to_num(np.clip(self._beside[:, : len(Place._fields)], 0, _MOST))
+        return [Place(*row) for row in told.tolist()] if self._beside.size else []
+
+    @property
+    def recent(self) -> Floats:
+        """Seconds of the newest steps, [world_size, RECENT, len(PARTS)]; NaN where unknown."""
+        if not self._beside.size:
+            return np.full((len(self._rows), RECENT, len(PARTS)), np.nan)
+        steps = self._beside[:, len(Place._fields) :].reshape(-1, RECENT, len(PARTS))
+        return np.where((steps >= 0) & (steps <= _LONGEST_S), steps, np.nan)
 
     @cached_property
     def _first(self) -> RankTimes:

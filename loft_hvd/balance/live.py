@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import sys
 import threading
 import weakref
@@ -36,7 +37,7 @@ from loft_hvd.balance.batches import BatchQueue, plan_in_force
 from loft_hvd.balance.controller import Controller, Decision
 from loft_hvd.balance.explain import describe, fit_record, ranks_to_log
 from loft_hvd.balance.goodput import GradientNoise
-from loft_hvd.balance.interval import SUM, Head, RankTimes, Report
+from loft_hvd.balance.interval import SUM, Head, Place, RankTimes, Report
 from loft_hvd.balance.limits import RankLimits
 from loft_hvd.balance.plan import Plan, Sizes
 from loft_hvd.balance.resume import (
@@ -48,11 +49,12 @@ from loft_hvd.balance.resume import (
     make_controller,
 )
 from loft_hvd.balance.stopwatch import StepTimer
+from loft_hvd.balance.turns import look_beside
 from loft_hvd.codec import encode
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError, PlanError
 from loft_hvd.runlog import MOST_ROWS, RunLog
-from loft_hvd.topology import LoadMeter, allowed_cpus, run_queue_s
+from loft_hvd.topology import LoadMeter, allowed_cpus, first_cpu, run_queue_s, thread_times
 from loft_hvd.transport.agreement import check_agreement, odd_ones
 from loft_hvd.transport.base import Channel, Work, wait_for
 from loft_hvd.transport.lanes import datagram_ports
@@ -69,6 +71,7 @@ _LEAST_S = 30.0
 _GROWTH = 4  # and at most this many times the steps of the one before
 _DRAIN_S = 10.0  # longest wait at the end of a process
 _UNTIMED = 2  # intervals without times that are worth a warning
+_COMPUTES = 0.25  # of the main thread's CPU time: a thread that has so much computes with it
 _TIMES, _PLAN = "exchange of times", "broadcast of the plan"
 
 
@@ -94,7 +97,7 @@ class Schedule:
         self.plan_at = None if deciding is None else num_steps + deciding
 
     def propose(self, sums: Floats, *, num_passes: int) -> int:
-        """Return how many steps the next interval should have, from this rank's sums, [21]."""
+        """Return how many steps the next interval should have, from this rank's sums, [26]."""
         if self._given is not None:
             return self._given
         steps, wall_s = float(sums[SUM["steps"]]), float(sums[SUM["wall_s"]])
@@ -119,11 +122,23 @@ class TimesExchange:
         """Whether times are under way that nobody has received."""
         return _TIMES in self._under_way
 
-    def send_times(self, sums: Floats, *, head: Head, uses: tuple[float, float]) -> None:
-        """Start telling every rank what this one measured: sums, in the order of ``SUMS``, [21]."""
+    def send_times(
+        self,
+        sums: Floats,
+        *,
+        head: Head,
+        uses: tuple[float, float],
+        beside: Sequence[float] | Floats = (),
+    ) -> None:
+        """Start telling every rank what this one measured: sums, in the order of ``SUMS``, [26].
+
+        ``beside`` is what ``Report`` takes beside the rest, on all ranks or none.
+        """
         channel = self._channel.sub("times")
-        row = torch.from_numpy(np.array([*head, *sums, *uses], dtype=np.float64))  # [28]
-        rows = torch.empty(channel.world_size, len(row), dtype=row.dtype)  # [world_size, 28]
+        row = torch.from_numpy(
+            np.array([*head, *sums, *uses, *beside], dtype=np.float64)
+        )  # [33 or more]
+        rows = torch.empty(channel.world_size, len(row), dtype=row.dtype)  # [world_size, as many]
         work = None
         if channel.world_size == 1:
             rows.copy_(row)
@@ -365,9 +380,11 @@ class LivePlan:
         self._exchange = TimesExchange(channel)
         self._archive = Archive()
         self._load = LoadMeter()
+        self._threads_at = 0, thread_times()  # after so many steps
         self._is_compared = False  # with the other ranks' state, at the first step
-        is_crowded = transport.local_size > allowed_cpus()
-        self.timer = StepTimer(clock, run_queue_s if is_crowded else None)
+        # Queueing is taken off computing, from which sizes follow, only where ranks must queue.
+        queues = transport.local_size > allowed_cpus() or not options.policy.plans_batches
+        self.timer = StepTimer(clock, run_queue_s if queues else None)
         self.schedule = Schedule(options.interval)
         self.history = first_plans(options, limits, self._controller)  # the newest last
         self._report: Report | None = None  # the newest one with times
@@ -380,12 +397,13 @@ class LivePlan:
     def write_head(self) -> None:
         """Begin the log with what is trained, and how."""
         self._log.step = self.num_steps
+        is_planned = self._options.policy.plans_batches
         self._log.write_run(
             times_at=self.schedule.at,
             num_passes=self.num_passes,
             next_batch=self._batches.next_step,
             world_size=len(self._limits),
-            global_batch_size=self._options.global_batch_size,
+            global_batch_size=self._options.global_batch_size if is_planned else None,
             policy=self._options.policy.text,
             devices=[f"{device.key} {device.name}" for device in self._limits.devices],
             caps=list(self._limits.caps),
@@ -393,7 +411,7 @@ class LivePlan:
         self._write_plans()
 
     def _write_plans(self) -> None:
-        for plan in self.history:
+        for plan in self.history if self._options.policy.plans_batches else ():
             self._log.write("plan", **plan.fields())
 
     def _write_schedule(self) -> None:
@@ -471,6 +489,16 @@ class LivePlan:
         local = sizes.by_plan[self._transport.rank]
         self.timer.batch_arrived(local=local, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
 
+    def begin_watched_pass(self, *, samples: int, stall_s: float | None, is_first: bool) -> None:
+        """Begin a pass of a script that is only watched; see ``StepTimer.own_batch_arrived``.
+
+        Of all passes of a step the first stands for its batch.
+        """
+        if is_first:
+            self._batches.begin_next(self.history)
+            self._batches.take()
+        self.timer.own_batch_arrived(samples=samples, stall_s=stall_s, is_first=is_first)
+
     def step_ended(self) -> None:
         """Close an optimizer step; exchange times and plans when it is time for them."""
         self.timer.step_ended(counts=self._counts())
@@ -544,7 +572,26 @@ class LivePlan:
             next_interval=self.schedule.propose(sums, num_passes=self.num_passes),
         )
         uses = self._load.cpu_use(), self._load.memory_use()
-        self._exchange.send_times(sums, head=head, uses=uses)
+        beside: Floats = np.empty(0)
+        if not self._options.policy.is_adaptive:  # what no sizes could mend is told
+            beside = np.concatenate([self._place(), self.timer.recent().ravel()])
+        self._exchange.send_times(sums, head=head, uses=uses, beside=beside)
+
+    def _place(self) -> Place:
+        """Return where this rank runs, and how long threads beside its main one have queued."""
+        num_steps, before = self._threads_at
+        now = thread_times()
+        self._threads_at = self.num_steps, now
+        spent = {
+            thread: (had - before[thread][0], queued - before[thread][1])
+            for thread, (had, queued) in now.items()
+            if thread in before
+        }
+        main_s, _ = spent.pop(os.getpid(), (math.inf, 0.0))
+        # Those that compute, such as OpenMP's: the main one waits for them in its own steps.
+        queued_s = (queued for had, queued in spent.values() if had > _COMPUTES * main_s)
+        most_s = max(queued_s, default=0.0) / max(self.num_steps - num_steps, 1)
+        return Place(self._transport.local_size, allowed_cpus(), first_cpu(), most_s)
 
     def _close_interval(self) -> None:
         """Read what ranks measured, and let rank 0 decide on it."""
@@ -639,8 +686,16 @@ class LivePlan:
         if report.is_measured and self._log.path is not None:
             ranks = ranks_to_log(report.times, most=MOST_ROWS)
             shown = [asdict(report.times[rank]) for rank in ranks]
-            num_ranks = len(report.times)
-            self._log.write("times", step=num_steps, since=since, num_ranks=num_ranks, ranks=shown)
+            crowd, turns = look_beside(report)
+            self._log.write(
+                "times",
+                step=num_steps,
+                since=since,
+                num_ranks=len(report.times),
+                ranks=shown,
+                crowd=None if crowd is None else asdict(crowd),
+                turns=None if turns is None else asdict(turns),
+            )
 
     def _take_plan(self) -> None:
         """Take what rank 0 has planned, if it is under way; refuse what must not be followed."""
@@ -671,6 +726,8 @@ class LivePlan:
         head = (
             f"plan {self.plan.plan_id}: sizes {list(self.plan.sizes)} of global_batch_size={total}"
         )
+        if not self._options.policy.plans_batches:
+            head = "batches are the script's own: it is only watched"
         if not self.times and self._batches.num_untold > 1:
             return (
                 f"{head}\nno times: {self._batches.num_untold} batches have gone out, and no "
@@ -687,7 +744,9 @@ class LivePlan:
                 head = self._controller.explain(verbose=verbose)
         due = f"ranks exchange times next at step {self._say_due()}"
         noise = [] if self.noise is None else [self.noise.describe(self.plan.global_batch_size)]
-        return "\n".join([describe(self.times), head, *noise, *self._say_links(), due])
+        assert self._report is not None  # there are times
+        said = describe(self.times, *look_beside(self._report))
+        return "\n".join([said, head, *noise, *self._say_links(), due])
 
     def _say_links(self) -> list[str]:
         """Say which of this rank's links lose much, where rows travel by datagrams."""

@@ -18,7 +18,7 @@ from loft_hvd.codec import Count, decode
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError, PlanError
 from loft_hvd.runlog import read_json_lines
 
-__all__ = ["POLICIES", "Fixed", "Replay", "Uniform", "make_policy"]
+__all__ = ["POLICIES", "Fixed", "Replay", "Uniform", "Unplanned", "make_policy"]
 
 _GIVE = (
     "give what Balancer.write_plans wrote, a JSON object a line with first_step and sizes, or a "
@@ -46,6 +46,13 @@ class Uniform(Policy):
     def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
         del interval, first_step
         return None
+
+
+class Unplanned(Uniform):
+    """Of a script that is only watched, whose batches are nobody's plan."""
+
+    name = "watch"
+    plans_batches = False
 
 
 class Fixed(Uniform):

@@ -80,6 +80,7 @@ class Policy(ABC):
     name: str  # what explanations, run logs and saved states call it
     uses_times: bool = True  # one that does not needs no controller to train by
     is_adaptive: bool = True  # makes new plans while training runs
+    plans_batches: bool = True  # its sizes are what ranks train on
     state: Any = _Nothing()  # what it has learnt, a dataclass that loft_hvd.codec can write
     task: Task | None = None  # from ``start`` on; a state is of as many ranks
 

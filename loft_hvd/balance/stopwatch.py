@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loft_hvd.balance.interval import SUM, SUMS, TYPICAL, skewness, typical
+from loft_hvd.balance.interval import PARTS, RECENT, SUM, SUMS, TYPICAL, skewness, typical
 from loft_hvd.transport.waits import seconds, totals, watch
 
 __all__ = ["DeviceClock", "StepTimer", "make_device_clock"]
@@ -40,8 +40,10 @@ _OF_STEP = 0.5  # and of the median step, that make a pause
 class Span:
     """The device's time between two events on its stream: a batch's arrival and last gradient."""
 
-    def __init__(self, start: Any, end: Any, waits: Sequence[tuple[Any, Any]] = ()) -> None:
-        self._start, self._end = start, end
+    def __init__(
+        self, start: Any, end: Any, waits: Sequence[tuple[Any, Any]] = (), *, middle: Any = None
+    ) -> None:
+        self._start, self._middle, self._end = start, middle, end
         self._waits = tuple(waits)
 
     @property
@@ -59,6 +61,13 @@ class Span:
         """Seconds on the device, waits among them; only once it is over."""
         return float(self._start.elapsed_time(self._end)) * 1e-3
 
+    @property
+    def forward_s(self) -> float:
+        """Of these, those before the backward pass; 0 where it was not marked."""
+        if self._middle is None:
+            return 0.0
+        return max(0.0, float(self._start.elapsed_time(self._middle)) * 1e-3)
+
 
 class DeviceClock:
     """Marks batches and gradients on the stream that computes them; never waits for the device.
@@ -73,6 +82,7 @@ class DeviceClock:
         self._make_event = make_event
         self._stream = stream
         self._start: Any = None
+        self._middle: Any = None  # where the backward pass begins
         self._end: Any = None
         self._threads: set[int] = set()  # that compute the batch: others' waits do not hold it up
         self._waits: list[tuple[Any, Any]] = []
@@ -91,7 +101,13 @@ class DeviceClock:
         self._threads = {threading.get_ident()}
         self._waits, self._num_inside, self._wait_began = [], 0, None
         self._own = self._stream()
-        self._start, self._end = self._mark(), None
+        self._start, self._middle, self._end = self._mark(), None, None
+
+    def backward_began(self) -> None:
+        """Mark the beginning of the backward pass."""
+        if self._start is not None:
+            self._threads.add(threading.get_ident())
+            self._middle = self._mark()
 
     def gradient(self) -> None:
         """Mark a gradient; the last one counts."""
@@ -118,8 +134,9 @@ class DeviceClock:
     def take(self) -> Span | None:
         """Return the span of the batch that arrived last, or None when it had no gradient."""
         start, end, waits = self._start, self._end, self._waits[: self._num_inside]
-        self._start = self._end = None
-        return None if start is None or end is None else Span(start, end, waits)
+        middle = self._middle
+        self._start = self._middle = self._end = None
+        return None if start is None or end is None else Span(start, end, waits, middle=middle)
 
 
 def make_device_clock(device: torch.device) -> DeviceClock | None:
@@ -167,7 +184,7 @@ class StepSums:
 
     def take(self) -> Floats:
         """Return the sums, [len(SUMS)], and start afresh."""
-        steps = self._steps[:, : self.num_steps]  # [21, num_steps], at most all
+        steps = self._steps[:, : self.num_steps]  # [26, num_steps], at most all
         others = np.array(self._others)
         self.clear()
         if steps.shape[1] < _FEWEST:
@@ -207,7 +224,7 @@ def _without(steps: Floats, is_left_out: Bools) -> Floats:
 
 
 def _add_up(steps: Floats) -> Floats:
-    """Return the sums of steps [21, num_steps], and what a batch of them usually takes."""
+    """Return the sums of steps [26, num_steps], and what a batch of them usually takes."""
     sums: Floats = steps.sum(axis=1)
     num_batches = sums[SUM["steps"]]
     if not num_batches > 0:
@@ -233,6 +250,7 @@ class _Step:
     host_s: float = 0.0  # from the batches' arrivals to the end of their backward passes
     host_waited_s: float = 0.0  # of that, waits for other ranks
     is_left_out: bool = False
+    number: int = 0  # among all steps that have ended, on every rank alike
 
     def add(self, **amounts: float) -> None:
         for name, amount in amounts.items():
@@ -244,7 +262,7 @@ class _Step:
         return all(span.is_over for span in self.spans)
 
     def row(self) -> Floats:
-        """Return the amounts in the order of ``SUMS``, [21]."""
+        """Return the amounts in the order of ``SUMS``, [26]."""
         amounts = self.amounts
         if self.spans:
             # The host queued 10 s of work in 1 s and then waited 12 s: 9 of them its own device
@@ -256,6 +274,8 @@ class _Step:
             after_s = max(0.0, amounts["wait_s"] - self.host_waited_s - beyond)
             amounts["wait_s"] = device_waited_s + after_s
             amounts["compute_s"] = device_s - device_waited_s
+            forward_s = sum(span.forward_s for span in self.spans)
+            amounts["forward_s"] = min(forward_s, amounts["compute_s"])
             amounts["queued_s"] = 0.0  # the host's queue for a CPU does not slow its device
         parts = ("stall_s", "compute_s", "queued_s", "wait_s")
         spent = sum(amounts[part] for part in parts)
@@ -264,6 +284,13 @@ class _Step:
         # A step of several passes counts as that many batches, each of own_s / steps seconds.
         amounts["busy_s2"] = own_s**2 / amounts["steps"]
         return np.array([amounts[name] for name in SUMS])
+
+    def parts(self) -> list[float]:
+        """Return the seconds of each of ``PARTS``, once ``row`` has been worked out."""
+        amounts = self.amounts
+        backward_s = amounts["compute_s"] - amounts["forward_s"]
+        known = (amounts["stall_s"], amounts["forward_s"], backward_s)
+        return [*known, amounts["other_s"], amounts["queued_s"]]
 
 
 class StepTimer:
@@ -289,12 +316,19 @@ class StepTimer:
         self._clock = clock
         self._queue_clock = queue_clock or (lambda: 0.0)
         self._sums = StepSums()
-        self._summed: Floats | None = None  # [21], of steps that nobody has taken
+        self._summed: Floats | None = None  # [26], of steps that nobody has taken
         self._unknown: deque[_Step] = deque()  # steps that the device has not finished
+        self._num_ended = 0  # steps, counted or not
+        self._recent = np.full((RECENT, len(PARTS)), np.nan)  # step k in row k % RECENT
         self._step_began: float | None = None
         self._excluded_s = 0.0
         self._num_excluding = 0  # blocks of ``exclude`` that are open
         self.device_clock: DeviceClock | None = None
+        self._batch_thread = 0  # that the newest batch came to
+        self._queue_at_wait: float | None = None
+        self._queue_in_waits_s = 0.0  # that thread's
+        self._queue_at_end = 0.0  # of the step before
+        self._is_watched = False  # the script: then its queue counts in all of a step
         self._clear_step()
         if queue_clock is not None:
             watch(self)
@@ -304,8 +338,8 @@ class StepTimer:
         self._batch_compute_s = 0.0
         self._arrived: float | None = None  # of a batch, on a clock without what is excluded
         self._queue_at_arrival = 0.0
-        self._batch_thread = 0  # that the batch came to
-        self._queue_at_wait: float | None = None
+        self._queue_at_computed: float | None = None  # of the newest batch
+        self._batch_forward_s: float | None = None  # without waits and queue; None: goes on
         self._threads: set[int] = set()  # that work on this step
         self._waits_before = totals()
         self._excluded_waits_s = 0.0
@@ -321,18 +355,42 @@ class StepTimer:
         self, *, local: int, remote: int, fetch_s: float, stall_s: float, cached: int = 0
     ) -> None:
         """Note that a batch is here, and what fetching it took, in the words of ``RankTimes``."""
+        self._arrive(stall_s)
+        self.batch_joined(local=local, remote=remote, cached=cached, fetch_s=fetch_s)
+
+    def own_batch_arrived(self, *, samples: int, stall_s: float | None, is_first: bool) -> None:
+        """Note a batch of a script that is only watched: a step is one batch, in several passes.
+
+        Args:
+            samples: of this pass.
+            stall_s: seconds that the script was in its loader; None where it has none of torch's:
+                then all since the step before, or the pass before, was spent on fetching it.
+            is_first: whether it is the first pass of its step.
+        """
+        self._is_watched, queued = True, 0.0
+        if is_first and (since := self.since_step_s()) is not None:
+            queued = min(max(0.0, self._queued_s() - self._queue_at_end), since)
+            stall_s = since - queued if stall_s is None else min(stall_s, since - queued)
+        elif is_first:
+            self.leave_out()
+        stall_s = stall_s or 0.0
+        self._arrive(stall_s)
+        self._step.add(queued_s=queued, fetch_s=stall_s, samples=samples, local=samples)
+        self._step.add(steps=1 if is_first else 0)
+
+    def _arrive(self, stall_s: float) -> None:
         self.computing_ended()
         now = self._clock()
         if self._step_began is None:
             self._step_began = now - stall_s
             self._waits_before, self._excluded_waits_s = totals(), 0.0
-        self.batch_joined(local=local, remote=remote, cached=cached, fetch_s=fetch_s)
         self._step.add(stall_s=stall_s)
         self._batch_stalled_s = 0.0
         self._arrived = now - self._excluded_s
         self._waited_at_arrival, self._batch_waited_s = self._waited_s(), 0.0
-        self._queue_at_arrival = self._queue_clock()
         self._batch_thread, self._queue_at_wait = threading.get_ident(), None
+        self._queue_at_arrival = self._queued_s()
+        self._batch_forward_s = None
         if self.device_clock is not None:
             self.device_clock.arrived()
 
@@ -348,16 +406,31 @@ class StepTimer:
             self._step.add(stall_s=stall_s)
             self._batch_stalled_s += stall_s
 
+    def _queued_s(self) -> float:
+        """Return how long the batch's thread has queued for a CPU by now, but for its waits."""
+        return self._queue_clock() - self._queue_in_waits_s
+
     def wait_began(self) -> None:
         """Note that a thread waits: what it queues for, as it asks on and on, is no computing."""
-        if self._arrived is not None and threading.get_ident() == self._batch_thread:
+        if threading.get_ident() == self._batch_thread:
             self._queue_at_wait = self._queue_clock()
 
     def wait_ended(self) -> None:
         """Note that it goes on."""
         if self._queue_at_wait is not None and threading.get_ident() == self._batch_thread:
-            self._queue_at_arrival += self._queue_clock() - self._queue_at_wait
+            self._queue_in_waits_s += self._queue_clock() - self._queue_at_wait
             self._queue_at_wait = None
+
+    def backward_began(self) -> None:
+        """Note that the newest batch's forward pass is over; the first such note counts."""
+        if self._arrived is None or self._batch_forward_s is not None:
+            return
+        spent = self._clock() - self._excluded_s - self._arrived - self._batch_stalled_s
+        spent -= self._waited_s() - self._waited_at_arrival
+        queued = self._queued_s() - self._queue_at_arrival
+        self._batch_forward_s = max(0.0, spent - queued)
+        if self.device_clock is not None:
+            self.device_clock.backward_began()
 
     def gradient_arrived(self, *, blocked_s: float = 0.0) -> None:
         """Note that a gradient of the newest batch is there; its last one ends the computing.
@@ -378,8 +451,11 @@ class StepTimer:
             return
         # Without this, fitted sizes followed the scheduler: a rank that happened to have a core of
         # its own was given half of the batch.
-        queued = min(self._queue_clock() - self._queue_at_arrival, self._batch_compute_s)
-        self._step.add(compute_s=self._batch_compute_s - queued, queued_s=queued)
+        self._queue_at_computed = self._queued_s()
+        queued = min(self._queue_at_computed - self._queue_at_arrival, self._batch_compute_s)
+        compute_s = self._batch_compute_s - queued
+        forward_s = min(self._batch_forward_s or 0.0, compute_s)
+        self._step.add(compute_s=compute_s, queued_s=queued, forward_s=forward_s)
         if self.device_clock is not None:
             self._step.host_s += max(0.0, self._clock() - self._excluded_s - self._arrived)
             self._step.host_waited_s += self._waited_s() - self._waited_at_arrival
@@ -411,9 +487,14 @@ class StepTimer:
         """
         self.computing_ended()
         now = self._clock()
+        queue_s = self._queue_at_end = self._queued_s()
         step = self._step
+        step.number, self._num_ended = self._num_ended, self._num_ended + 1
+        self._recent[step.number % RECENT] = np.nan
         if self._step_began is not None and counts and not step.is_left_out:
             step.add(wait_s=self._waited_s(), wall_s=now - self._step_began - self._excluded_s)
+            if self._is_watched and self._queue_at_computed is not None:  # in the optimizer
+                step.add(queued_s=max(0.0, queue_s - self._queue_at_computed))
             if step.amounts["steps"]:
                 self._unknown.append(step)
         self._step_began = now
@@ -424,7 +505,14 @@ class StepTimer:
     def _add_known(self) -> None:
         # In order: behind a step that the device has not finished, none is finished either.
         while self._unknown and self._unknown[0].is_known:
-            self._sums.add(self._unknown.popleft().row())
+            step = self._unknown.popleft()
+            self._sums.add(step.row())
+            if step.number >= self._num_ended - RECENT:
+                self._recent[step.number % RECENT] = step.parts()
+
+    def recent(self) -> Floats:
+        """Return the newest steps, the oldest first, [RECENT, len(PARTS)]; NaN: left out."""
+        return np.roll(self._recent, -(self._num_ended % RECENT), axis=0)
 
     def since_step_s(self) -> float | None:
         """Return this rank's seconds since the last step ended, waits left out; None if unknown."""
@@ -453,7 +541,7 @@ class StepTimer:
             self._summed = self._sums.take()
 
     def take(self) -> Floats:
-        """Return the sums in the order of ``SUMS``, [21]; no step is in two of them."""
+        """Return the sums in the order of ``SUMS``, [26]; no step is in two of them."""
         self._add_known()
         summed, self._summed = self._summed, None
         return self._sums.take() if summed is None else summed

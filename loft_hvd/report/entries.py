@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from loft_hvd.balance.controller import Decision
 from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.balance.interval import RankTimes
+from loft_hvd.balance.turns import Crowd, Turns
 from loft_hvd.codec import Count, Within, decode
 from loft_hvd.errors import ArgumentError, DataError
 from loft_hvd.pipeline.suspicion.report import NotFinite, SameData, WorkerReport
@@ -55,7 +56,9 @@ class Run(Line):
         """The line in words."""
         facts = [f"{self.world_size} ranks"]
         if self.policy is not None:
-            facts += [f"global_batch_size={self.global_batch_size}", f"policy {self.policy}"]
+            if self.global_batch_size is not None:
+                facts.append(f"global_batch_size={self.global_batch_size}")
+            facts.append(f"policy {self.policy}")
         return facts
 
 
@@ -94,6 +97,8 @@ class Times(Line):
     ranks: list[RankTimes]
     since: Count | None = None  # the step at whose end the interval began
     num_ranks: Count | None = None  # that those in ``ranks`` stand for; None where they are all
+    crowd: Crowd | None = None  # ranks that share too few cores
+    turns: Turns | None = None  # ranks that are slow by turns
 
     @property
     def which(self) -> str:

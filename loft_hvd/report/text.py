@@ -73,7 +73,7 @@ def _newest(lines: Sequence[Line]) -> Iterator[str]:
     times = last.get(Times)
     if isinstance(times, Times):
         yield f"times up to step {times.step}{times.which}:"
-        yield describe(times.ranks)
+        yield describe(times.ranks, times.crowd, times.turns)
     else:
         yield f"no times: {when_measured(world)}"
     links = last.get(LinksLine)

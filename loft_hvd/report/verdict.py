@@ -11,7 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from loft_hvd.balance.explain import SlowRank, find_slow, versus, waited_share, why_none
+from loft_hvd.balance.explain import (
+    CAUSES,
+    WORK,
+    SlowRank,
+    find_slow,
+    say_crowd,
+    say_turns,
+    versus,
+    waited_share,
+    why_none,
+)
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.pipeline.suspicion.report import WorkerReport, tell_limits
 from loft_hvd.pipeline.suspicion.spread import WARN_ABOVE
@@ -35,12 +45,13 @@ from loft_hvd.report.entries import (
 
 __all__ = ["in_steps_of_log", "judge", "newest_world", "step_s", "when_measured", "worlds"]
 
-_DOES = {"fetch": "fetching", "compute": "computing"}
 _MOST_NAMED = 3  # sentences on slow ranks, or on links; the pictures show the others
 _MOST_TOGETHER = 8  # ranks in one of them
 _COST = 0.005  # of a step: less would be told as 0 %
 _QUEUED = 0.10  # of a step, as the least that makes a rank slow
 _STARVED = 0.30  # of a step that most ranks wait for data: then no sizes help
+_LOOKED_BACK = 8  # intervals, to see whether the slow rank moves,
+_FEWEST_NAMED = 4  # and in how many there must have been one
 _WON = 0.01  # of a step: less is within the noise of most runs
 
 
@@ -143,8 +154,14 @@ def _times(world: Sequence[Line]) -> Iterator[str]:
     entries = of_kind(Times, world)
     if not entries:
         return
-    newest = entries[-1].ranks
+    newest, crowd, turns = entries[-1].ranks, entries[-1].crowd, entries[-1].turns
+    if crowd is not None:
+        yield f"{say_crowd(crowd)}."
+    if turns is not None:
+        said = say_turns(turns)
+        yield f"{said[0].upper()}{said[1:]}."
     slow = find_slow(newest)
+    yield from _moved(entries)
     than = versus(sum(each.samples > 0 for each in newest))
     yield from _slow(slow, than)
     if slow and entries[-1].which:
@@ -152,11 +169,12 @@ def _times(world: Sequence[Line]) -> Iterator[str]:
             f"The log holds {len(newest)} of {entries[-1].num_ranks} ranks, from the fastest to "
             "the slowest: ranks between the slow ones are as slow."
         )
-    yield from _queued(newest)
+    if crowd is None and not any(entry.cause == "queue" for entry in slow):
+        yield from _queued(newest)
     why = why_none(newest)
     won = list(_won(world, entries, is_even=not (slow or why)))
     yield from won
-    if not slow and (why or not won):
+    if not (slow or turns or crowd) and (why or not won):
         waits = f"No rank is slow: ranks wait for the longest {waited_share(newest):.1%} of a step"
         yield f"{waits}; {why}." if why else f"{waits}."
     yield from _starved(newest)
@@ -182,16 +200,30 @@ def _slow(slow: Sequence[SlowRank], than: str) -> Iterator[str]:
 
 def _cost(ranks: Sequence[SlowRank], share: float, than: str, *, is_another: bool) -> str:
     """Say what share of a step some ranks cost together."""
-    by = " and ".join(dict.fromkeys(_DOES[each.cause] for each in ranks))
+    by = " and ".join(dict.fromkeys(CAUSES[each.cause] for each in ranks))
     costs = f"{'another ' if is_another else ''}{share:.0%} of a step by {by}"
     takes = f"takes {min(each.ratio for each in ranks):.2f}x {than}"
     if len(ranks) == 1:
-        return f"Rank {ranks[0].rank} costs {costs}: its own work {takes}."
+        work = WORK.get(ranks[0].cause, "own work")
+        return f"Rank {ranks[0].rank} costs {costs}: its {work} {takes}."
     names = [str(each.rank) for each in sorted(ranks, key=lambda each: each.rank)]
     more = f" and {len(names) - _MOST_TOGETHER} more" if len(names) > _MOST_TOGETHER else ""
     return (
         f"Ranks {' '.join(names[:_MOST_TOGETHER])}{more} cost {costs} together: the own work of "
         f"each {takes} or more."
+    )
+
+
+def _moved(entries: Sequence[Times]) -> Iterator[str]:
+    """Say that the slow rank was another one in most intervals."""
+    newest = entries[-_LOOKED_BACK:]
+    named = [slow[0].rank for entry in newest if (slow := find_slow(entry.ranks))]
+    if len(named) < _FEWEST_NAMED or 2 * max(map(named.count, named)) > len(named):
+        return
+    yield (
+        f"The slow rank moves: in the last {len(newest)} intervals it was "
+        f"{', '.join(map(str, named))}, so look for what moves with it, such as data, rather than "
+        "at one machine."
     )
 
 
@@ -226,7 +258,7 @@ def _won(world: Sequence[Line], entries: Sequence[Times], *, is_even: bool) -> I
     if share > _WON:
         cause = ""
         for entry in find_slow(first[-1].ranks)[:1]:
-            cause = f"; rank {entry.rank} cost {entry.share:.0%} by {_DOES[entry.cause]}"
+            cause = f"; rank {entry.rank} cost {entry.share:.0%} by {CAUSES[entry.cause]}"
         yield (
             f"Plan {plans[-1].plan_id} made steps {share:.0%} shorter than the first sizes did "
             f"({took}){cause}{', and no rank is slow now' if is_even else ''}."

@@ -200,6 +200,17 @@ _SCRIPTS = {
     ),
     "report.md": Script(
         around={
+            'loft.watch(model, log_dir="runs")  # on every rank, after DDP, fully_shard or '
+            "torch.compile": (
+                "plain = torch.optim.SGD(model.parameters(), lr=0.1)\n",
+                "for at in range(0, 60, 20):\n"
+                "    loss_fn(model(dataset[at:at + 20][0]), dataset[at:at + 20][1]).backward()\n"
+                "    plain.step()\n"
+                "from pathlib import Path\n"
+                "(log,) = Path('runs').glob('*.jsonl')\n"
+                'assert \'"policy": "watch"\' in log.read_text()\n'
+                "log.unlink()\n",
+            ),
             "optimizer.log_scalars(loss=loss, lr=0.1)  # or balancer.log_scalars(...)": (
                 "from pathlib import Path\n"
                 "optimizer, loss = wrapped(log_dir='runs'), torch.tensor(0.5)\n",

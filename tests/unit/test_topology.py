@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,42 @@ def test_memory_that_is_not_available_is_in_use(
     if text is not None:
         (tmp_path / "meminfo").write_text(text)
     assert LoadMeter.memory_use() == pytest.approx(use)
+
+
+def test_each_thread_is_told_its_own_queue_and_closes_its_file() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    told: list[float] = []
+    threads = [
+        threading.Thread(target=lambda: told.append(topology.run_queue_s())) for _ in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert len(told) == 20
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # this thread's own, perhaps
+    assert topology.run_queue_s() == pytest.approx(_main_queue_s(), abs=0.5)
+
+
+def _main_queue_s() -> float:
+    return topology.thread_times()[os.getpid()][1]
+
+
+def test_threads_are_told_with_what_they_have_had() -> None:
+    own = topology.thread_times()[os.getpid()]
+    assert own[0] == pytest.approx(time.thread_time(), rel=0.2, abs=0.1)
+    assert len(topology.thread_times()) == len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_reads_its_own_queue() -> None:
+    topology.run_queue_s()
+    parent = topology._own_file(os.getpid())
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        topology.run_queue_s()
+        os.write(writer, b"1" if topology._own_file(os.getpid()) is not parent else b"0")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 1) == b"1"
+    os.close(reader)
+    os.close(writer)

@@ -292,3 +292,57 @@ def test_a_quarantine_after_a_resume_is_told_in_the_steps_of_the_log() -> None:
     line["workers"][3]["in_quarantine_until"] = 540
     assert "in quarantine until step 5540" in first(line)
     assert "in quarantine until step 540" not in render_text([line])
+
+
+def test_a_slow_rank_that_moves_from_interval_to_interval_is_told() -> None:
+    slow, plain = {"compute_s": 0.3}, {"compute_s": 0.1}
+    moving = [
+        times(20 * at, *[slow if at % 3 == r else plain for r in range(3)]) for at in range(8)
+    ]
+    said = " ".join(judge(read_lines([{"kind": "run", "step": 0, "world_size": 3}, *moving])))
+    assert "The slow rank moves: in the last 8 intervals it was 0, 1, 2, 0, 1, 2, 0, 1" in said
+    steady = [times(20 * at, plain, slow, plain) for at in range(8)]
+    said = " ".join(judge(read_lines([{"kind": "run", "step": 0, "world_size": 3}, *steady])))
+    assert "moves" not in said
+
+
+def test_ranks_that_share_cores_are_told_so_first() -> None:
+    line = times(20, *[{"queued_s": 0.075}] * 4, step_s=0.15)
+    line["crowd"] = {"num_ranks": 4, "cpus": 2, "queued_s": 0.075, "share": 0.5}
+    said = judge(read_lines([{"kind": "run", "step": 0, "world_size": 4}, line]))
+    assert said == ["4 ranks share 2 cores: each waits 75 ms a step for a core, 50% of it."]
+
+
+def test_ranks_that_are_slow_by_turns_are_told_in_place_of_none() -> None:
+    line = times(20, *[{"compute_s": 0.1}] * 4)
+    line["turns"] = {
+        "ranks": [0, 1, 2, 3],
+        "cause": "fetch",
+        "share": 0.25,
+        "steps": 30,
+        "num_steps": 32,
+    }
+    said = judge(read_lines([{"kind": "run", "step": 0, "world_size": 4}, line]))
+    assert said == [
+        "Ranks 0 1 2 3 are slow by turns: in 30 of the last 32 steps one of them alone takes long "
+        "by fetching, which costs 25% of a step."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [("queued", "queueing for a core"), ("other", "what it does between its passes")],
+)
+def test_a_rank_that_is_slow_beside_its_own_work_is_named(part: str, words: str) -> None:
+    line = times(20, *[{"compute_s": 0.1}] * 4)
+    for each in line["ranks"]:
+        is_slow = each["rank"] == 2
+        each[f"typical_{part}_s"] = each[f"{part}_s"] = 0.15 if is_slow else 0.01
+        each["wait_s"] = 0.02 if is_slow else 0.15
+    run = {"kind": "run", "step": 0, "world_size": 4}
+    first, *others = judge(read_lines([run, line]))
+    assert first.startswith(f"Rank 2 costs 35% of a step by {words}: its ")
+    assert others == []
+    for each in line["ranks"]:
+        each["wait_s"] = 0.0  # nobody waits for it: then it may be what it waits for itself
+    assert not any("costs" in each for each in judge(read_lines([run, line])))
