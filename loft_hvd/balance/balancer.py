@@ -168,7 +168,13 @@ class Balancer(NeverCopied):
             self._agree()
             self.limits = meet(self._transport, self._options, found=caps)
         # Behind all that refuses: a balancer that was never made observes no failures.
-        self._memory = MemoryWatch(self._transport, self.limits, self._batches, self.log)
+        self._memory = MemoryWatch(
+            self._transport,
+            self.limits,
+            self._batches,
+            self.log,
+            is_planned=self._options.policy.plans_batches,
+        )
         self._memory.caps = caps
         self._live = self._make_live()
 

@@ -214,9 +214,10 @@ def say_crowd(crowd: Crowd) -> str:
 
 def say_turns(turns: Turns) -> str:
     """Say what it costs that ranks are slow by turns."""
+    cause = CAUSES.get(turns.cause, turns.cause)  # a log comes from anywhere
     return (
         f"ranks {' '.join(map(str, turns.ranks))} are slow by turns: in {turns.steps} of the last "
-        f"{turns.num_steps} steps one of them alone takes long by {CAUSES[turns.cause]}, which "
+        f"{turns.num_steps} steps one of them alone takes long by {cause}, which "
         f"costs {turns.share:.0%} of a step"
     )
 

@@ -113,9 +113,16 @@ class MemoryWatch:
     """Knows which batch is being computed, and remembers what did not fit."""
 
     def __init__(
-        self, transport: Transport, limits: RankLimits, batches: BatchQueue, log: RunLog
+        self,
+        transport: Transport,
+        limits: RankLimits,
+        batches: BatchQueue,
+        log: RunLog,
+        *,
+        is_planned: bool = True,
     ) -> None:
         self._transport, self._batches = transport, batches
+        self._is_planned = is_planned  # whether sizes are what ranks compute
         self.limits, self.log = limits, log  # set anew in each world
         self.caps: dict[str, int] = {}  # most samples by device, as found so far
         self._last: tuple[BaseException, FailureNote] | None = None
@@ -126,7 +133,7 @@ class MemoryWatch:
         if self._last is not None and self._last[0] is error:  # asked again: in_work has gone on
             return self._last[1]
         sizes = self._batches.in_work
-        if sizes is None or not is_out_of_memory(error):
+        if sizes is None or not self._is_planned or not is_out_of_memory(error):
             return None
         rank = self._transport.rank
         micro = sizes.micro_sizes(rank)

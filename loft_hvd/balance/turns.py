@@ -30,7 +30,7 @@ class Turns:
     """Ranks that are slow by turns."""
 
     ranks: list[int]
-    cause: str  # one of ``PARTS``: what takes longest in long steps
+    cause: str  # what takes longest in long steps, one of ``CAUSES`` of ``explain.py``
     share: float  # of a step that the others wait for them
     steps: int  # of the newest ones, in which one of them alone took long
     num_steps: int  # that were looked at
@@ -75,9 +75,12 @@ def find_turns(recent: Floats, *, step_s: float) -> Turns | None:
         return None
     by_part = known - np.quantile(known, 0.25, axis=1)[:, None]
     parts = by_part[is_long & is_alone].sum(axis=0)[: PARTS.index("queue")]
+    cause = PARTS[int(parts.argmax())]
+    if cause == "backward" and not known[..., PARTS.index("forward")].any():
+        cause = "compute"  # it is not known in which pass
     return Turns(
         ranks=np.flatnonzero(counts).tolist(),
-        cause=PARTS[int(parts.argmax())],
+        cause=cause,
         share=min(1.0, lost_s / step_s),
         steps=int(counts.sum()),
         num_steps=num_steps,

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from torch.utils.data import dataloader
 
-__all__ = ["FetchWatcher", "watch_fetches"]
+__all__ = ["FetchWatcher", "unwatch_fetches", "watch_fetches"]
 
 
 class FetchWatcher(Protocol):
@@ -29,9 +29,21 @@ def _watchers() -> WeakSet[Any]:
 def watch_fetches(watcher: FetchWatcher) -> None:
     """Let something hear of every batch that a torch ``DataLoader`` gives from now on."""
     iterator: Any = dataloader._BaseDataLoaderIter  # those with and without processes are its own
-    if not hasattr(iterator.__next__, "is_timed"):
+    if not hasattr(iterator.__next__, "untimed"):
         iterator.__next__ = _timed(iterator.__next__)
     _watchers().add(watcher)
+
+
+def unwatch_fetches(watcher: FetchWatcher) -> None:
+    """Let it hear of no more; the last one leaves torch's loaders as they were."""
+    _watchers().discard(watcher)
+    _leave()
+
+
+def _leave() -> None:
+    iterator: Any = dataloader._BaseDataLoaderIter
+    if not _watchers() and hasattr(iterator.__next__, "untimed"):
+        iterator.__next__ = iterator.__next__.untimed
 
 
 def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -44,6 +56,7 @@ def _timed(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
             seconds = time.monotonic() - began
             for watcher in tuple(_watchers()):
                 watcher.fetched(seconds)
+            _leave()  # where those that watched are gone
 
-    fetch.is_timed = True  # type: ignore[attr-defined]  # asked for above
+    fetch.untimed = call  # type: ignore[attr-defined]  # asked for above
     return fetch

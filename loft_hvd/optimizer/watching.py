@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.policies import Unplanned
-from loft_hvd.data.fetches import watch_fetches
+from loft_hvd.data.fetches import unwatch_fetches, watch_fetches
 from loft_hvd.errors import ArgumentTypeError, LoftError
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
@@ -87,7 +87,8 @@ class TrainingWatch:
         return self._balancer.explain()
 
     def detach(self) -> None:
-        """Leave the model and torch's optimizers as they were."""
+        """Leave the model, and torch's optimizers and loaders, as they were."""
+        unwatch_fetches(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

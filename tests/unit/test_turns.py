@@ -32,6 +32,16 @@ def test_ranks_that_are_slow_by_turns_are_found_with_their_cause(num_ranks: int,
     assert turns.share == pytest.approx(0.03 / 0.13, rel=0.2 if num_ranks > 2 else 0.4)
 
 
+def test_without_a_mark_between_the_passes_it_is_computing() -> None:
+    steps = _steps(4)
+    steps[..., PARTS.index("forward")] = 0.0
+    for at in range(RECENT):
+        steps[at % 4, at, PARTS.index("backward")] += 0.03
+    turns = find_turns(steps, step_s=0.13)
+    assert turns is not None
+    assert turns.cause == "compute"
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.02, 0.1, 0.4])
 @pytest.mark.parametrize("seed", range(10))
 def test_honest_ranks_take_no_turns(seed: int, spread: float) -> None:

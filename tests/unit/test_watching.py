@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, dataloader
 
 import loft_hvd as loft
 from loft_hvd.balance import live
 from loft_hvd.balance.interval import RankTimes
+from loft_hvd.balance.memory import logged_caps
+from loft_hvd.data import fetches
 from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.optimizer.watching import TrainingWatch
 from loft_hvd.transport.local import LocalWorld
 from tests.support.clock import Clock
 
 FETCH, FORWARD, BACKWARD, OTHER = 8.0, 4.0, 2.0, 1.0
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    """Leave torch as it was, whoever was watched."""
+    yield
+    for watcher in list(fetches._watchers()):
+        watcher.detach()
+    fetches._leave()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Let timers that hear of waits end with this file."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
@@ -74,12 +94,14 @@ class _Samples(Dataset[Tensor]):
 class _Job:
     """A model that is watched, alone, with its optimizer."""
 
-    def __init__(self, clock: Clock, *, interval: int = 12) -> None:
+    def __init__(self, clock: Clock, *, interval: int = 12, log_dir: Path | None = None) -> None:
         self.clock = clock
         self.model = _Model(clock)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         end = LocalWorld(1).transport(0)
-        self.watch = TrainingWatch(self.model, interval=interval, transport=end, clock=clock)
+        self.watch = TrainingWatch(
+            self.model, interval=interval, log_dir=log_dir, transport=end, clock=clock
+        )
 
     def step(self) -> None:
         self.optimizer.step()
@@ -215,11 +237,14 @@ def test_copies_of_a_watched_model_are_not_watched(clock: Clock) -> None:
 
 def test_detach_leaves_nothing_behind(clock: Clock) -> None:
     hooks = importlib.import_module("torch.optim.optimizer")._global_optimizer_post_hooks
+    fetch = dataloader._BaseDataLoaderIter.__next__
     before = dict(hooks)
     job = _Job(clock)
     with job.watch:
         assert len(hooks) == len(before) + 1
+        assert dataloader._BaseDataLoaderIter.__next__ is not fetch
     assert hooks == before
+    assert dataloader._BaseDataLoaderIter.__next__ is fetch
     assert not job.model._forward_pre_hooks
     assert not job.model._forward_hooks
     del job
@@ -254,3 +279,15 @@ def test_before_any_pass_explain_says_so(clock: Clock) -> None:
     job.model(torch.ones(4, 2))["loss"].backward()
     assert "no times yet: ranks exchange them at step 12" in job.watch.explain()
     assert "global_batch_size" not in job.watch.explain()
+
+
+def test_full_memory_says_nothing_of_sizes_that_nobody_planned(
+    clock: Clock, tmp_path: Path
+) -> None:
+    job = _Job(clock, log_dir=tmp_path)
+    job.model(torch.ones(4, 2))
+    balancer = job.watch._balancer
+    assert balancer is not None
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    assert balancer._memory.describe_failure(full) is None
+    assert logged_caps(tmp_path) == {}
