@@ -541,6 +541,13 @@ class Balancer(NeverCopied):
             raise ArgumentError(f"expect_depth: num_steps={num_steps} must be >= 0")
         self._batches.expect_depth(num_steps)
 
+    def expect_ahead(self, num_batches: int) -> None:
+        """Take it from who knows how many batches a loop fetches ahead of the one that it trains.
+
+        0 for a loop that trains each batch, or skips it, before the next. Else it is learnt.
+        """
+        self._batches.expect_ahead(num_batches)
+
     def log_scalars(self, **values: float | Tensor) -> None:
         """Write numbers of the script's own, such as ``loss=0.3``, to rank 0's run log, if any.
 
@@ -804,12 +811,9 @@ class Balancer(NeverCopied):
         """Most that is counted of one sample; None where nobody knows."""
         return self._options.max_count
 
-    def count_weighed(self, number: int, *, total: float) -> None:
-        """Say what the next loss is over, of which ``total`` is counted in the step on all ranks.
-
-        The loss is the sum over it, times ``world_size / total``.
-        """
-        self._count = Counted(number, total / self.world_size, is_mean=False)
+    def count_scaled(self, number: int, *, to_sum: float) -> None:
+        """Say what the next loss is over, where that times ``to_sum`` is the sum over it."""
+        self._count = Counted(number, to_sum, is_mean=False)
 
     def take_count(self) -> Counted | None:
         """Return what the next backward pass is over, once; None where nobody counts."""

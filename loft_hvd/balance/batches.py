@@ -80,6 +80,7 @@ class BatchQueue:
         self._waiting: deque[StepSizes] = deque()  # yielded by a DataLoader, and not taken
         self._current: StepSizes | None = None  # taken last
         self._num_ahead: int | None = None  # batches that wait behind the one meant; None: unknown
+        self._told_ahead: int | None = None  # by who knows it, for every iteration
         self._num_left: int | None = None  # that wait of an iteration that has ended
         self._is_own = False  # the newest batch was begun without a loader of ours
         self._has_taken = False  # of this iteration
@@ -154,6 +155,10 @@ class BatchQueue:
             self.begin(sizes, is_own=True)
         return sizes
 
+    def expect_ahead(self, num_batches: int) -> None:
+        """Note how many batches loops fetch ahead of the one that they train."""
+        self._told_ahead = self._num_ahead = num_batches
+
     def all_drawn(self) -> None:
         """Note that a ``BatchSampler`` has queued the last batch of its iteration."""
         self._is_all_drawn = True
@@ -185,7 +190,8 @@ class BatchQueue:
         self._pending.clear()
         self._waiting.clear()
         self.arrivals.clear()
-        self._current = self.in_work = self._num_ahead = self._num_left = self._doubt = None
+        self._current = self.in_work = self._num_left = self._doubt = None
+        self._num_ahead = self._told_ahead
         self._is_all_drawn = self._has_taken = False
 
     def restart(self, *, next_step: int = 0) -> None:

@@ -19,7 +19,7 @@ def find(ranks: Sequence[Notes]) -> list[Finding]:
     """
     parting = find_parting(ranks)
     found = [*_parameters(ranks), *([] if parting is None else [parting])]
-    found += [*_unreduced(ranks), *_loaders(ranks), *_means(ranks)]
+    found += [*_unreduced(ranks), *_loaders(ranks), *_means(ranks), *_means_of_labels(ranks)]
     unique = list({(each.place, each.mend): each for each in reversed(found)}.values())[::-1]
     return unique or list(_errors(ranks))
 
@@ -151,6 +151,34 @@ def _means(ranks: Sequence[Notes]) -> Iterator[Finding]:
                     "divided by each other, and for what does not depend on the batch",
                     "loft.average(value, count), with the samples behind the value, or loft.Metric",
                 )
+
+
+def _means_of_labels(ranks: Sequence[Notes]) -> Iterator[Finding]:
+    """Find losses that are means over labels, of which batches have unequally many a sample."""
+    if any(notes.says_counts for notes in ranks):
+        return
+    places = {loss.place: None for notes in ranks for loss in notes.losses}
+    for place in places:
+        seen = [
+            each
+            for notes in ranks
+            for loss in notes.losses
+            if loss.place == place
+            for each in (loss.thinnest, loss.fullest)
+        ]
+        thin, full = min(seen, key=_per_sample), max(seen, key=_per_sample)
+        if thin[0] * full[1] != full[0] * thin[1]:
+            yield Finding(
+                place,
+                f"a mean of means: the loss is the mean over {thin[0]} labels of {thin[1]} samples "
+                f"in one batch and over {full[0]} of {full[1]} in another, and gradients are "
+                "weighed by samples: labels count for more where a rank has few",
+                "balancer.count(number of labels that count), in front of loss.backward()",
+            )
+
+
+def _per_sample(seen: tuple[int, int]) -> float:
+    return seen[0] / seen[1]
 
 
 def _errors(ranks: Sequence[Notes]) -> Iterator[Finding]:

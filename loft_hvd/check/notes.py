@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 __all__ = ["JOIN", "STANDSTILL_S", "STEP", "BalancerNote", "Call", "ErrorNote", "Finding"]
-__all__ += ["LoaderNote", "Notes", "OptimizerNote", "Round", "WaitNote"]
+__all__ += ["LoaderNote", "LossNote", "Notes", "OptimizerNote", "Round", "WaitNote"]
 
 STEP = "optimizer.step"  # a call in which gradients are reduced
 JOIN = "hvd.join"  # a rank that has called it takes part in nothing, until all have
@@ -77,6 +77,15 @@ class OptimizerNote:
 
 
 @dataclass
+class LossNote:
+    """A line that takes the mean over labels: of a rank's batches the thinnest and the fullest."""
+
+    place: str
+    thinnest: tuple[int, int]  # labels that count, and samples of the batch
+    fullest: tuple[int, int]
+
+
+@dataclass
 class WaitNote:
     """What a rank stood in at the end: it waited for other ranks."""
 
@@ -110,6 +119,8 @@ class Notes:
     loaders: list[LoaderNote] = field(default_factory=list)
     balancers: list[BalancerNote] = field(default_factory=list)
     optimizers: list[OptimizerNote] = field(default_factory=list)
+    losses: list[LossNote] = field(default_factory=list)
+    says_counts: bool = False  # it has said what its losses are over
     wait: WaitNote | None = None
     says_set_epoch: bool = False  # it was called, or some line of the script names it
     ignores_copies: bool = False  # LOFT_HVD_COPIES=ignore: ranks' parameters differ on purpose

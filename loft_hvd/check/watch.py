@@ -51,6 +51,7 @@ from loft_hvd.check.notes import (
     Call,
     ErrorNote,
     LoaderNote,
+    LossNote,
     Notes,
     OptimizerNote,
     Round,
@@ -260,6 +261,9 @@ class ScriptWatch:
         _replace(hvd, "DistributedOptimizer", self._maker(hvd.DistributedOptimizer))
         _replace(loft_hvd, "DistributedOptimizer", self._maker(loft_hvd.DistributedOptimizer))
         watch_backward(self._met_in_backward)
+        for name in ("cross_entropy", "nll_loss"):  # what modules and models call, too
+            function = getattr(torch.nn.functional, name)
+            _replace(torch.nn.functional, name, self._loss(function))
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         for kind, name, around in (
@@ -267,6 +271,8 @@ class ScriptWatch:
             (torch.Tensor, "backward", self._backward),
             (Balancer, "__init__", self._balancer_made),
             (Balancer, "step", self._balancer_step),
+            (Balancer, "count", self._counts),
+            (Balancer, "count_scaled", self._counts),
             (DataLoader, "__init__", self._loader_made),
             (DataLoader, "__iter__", self._loader_begun),
             (LoftLoader, "__init__", self._loader_made),
@@ -397,6 +403,53 @@ class ScriptWatch:
             return function(*args, **kwargs)
 
         return backward
+
+    def _loss(self, function: Any) -> Any:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            frame = next(
+                (
+                    each
+                    for each in _callers(sys._getframe(1))
+                    if _is_script(each.f_code.co_filename)
+                ),
+                None,
+            )
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            if frame is not None and torch.is_grad_enabled() and self._balancers:
+                self._note_loss(given.arguments, _place(frame))
+            return result
+
+        return loss
+
+    def _note_loss(self, given: Mapping[str, Any], place: str) -> None:
+        """Note over how many labels a loss is a mean, and of how many samples."""
+        balancer, labels = self._balancers[-1][0], given["target"]
+        num_samples = balancer.forward_sizes().sizes[balancer.rank]
+        # Of evaluations, and of dummy batches, nothing counts.
+        is_mean = given["reduction"] == "mean" and not labels.is_floating_point()
+        if not is_mean or num_samples == 0:
+            return
+        seen = int((labels != given["ignore_index"]).sum()), num_samples
+        for note in self.notes.losses:
+            if note.place == place:
+                each = note.thinnest, note.fullest, seen
+                note.thinnest = min(each, key=lambda pair: pair[0] / pair[1])
+                note.fullest = max(each, key=lambda pair: pair[0] / pair[1])
+                return
+        self.notes.losses.append(LossNote(place, seen, seen))
+
+    def _counts(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def count(*args: Any, **kwargs: Any) -> Any:
+            self.notes.says_counts = True
+            return function(*args, **kwargs)
+
+        return count
 
     def _met_in_backward(self, frame: FrameType) -> None:
         if not self.notes.met_backward:

@@ -140,6 +140,17 @@ MISTAKES = {
         "this may be a metric averaged by rank: hvd.allreduce",
         'mean = hvd.allreduce(torch.tensor(value), name="loss")',
     ),
+    "a mean over labels of which some are ignored": (
+        [
+            (
+                "loss = model(x).square().mean()",
+                "labels = (x[:, 0] > 0).long().masked_fill(x[:, 1] < 0.3, -100)\n"
+                "        loss = torch.nn.CrossEntropyLoss()(model(x) * torch.ones(2), labels)",
+            )
+        ],
+        "a mean of means",
+        "loss = torch.nn.CrossEntropyLoss()(model(x) * torch.ones(2), labels)",
+    ),
     "a loss over gathered features": (
         [
             (

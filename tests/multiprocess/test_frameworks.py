@@ -1,4 +1,4 @@
-"""Lightning and Accelerate: training with unequal batches equals training in one process."""
+"""Lightning, Accelerate: unequal batches train as one process; losses over tokens."""
 
 from __future__ import annotations
 
@@ -41,6 +41,13 @@ def test_the_example_for_lightning_leaves_the_faulty_rank_out_and_goes_on(tmp_pa
     assert re.search(r"^ +3 +\d.* in quarantine until step \d+$", first, re.MULTILINE), first
     more = torchrun(4, example, "--epochs", "4", "--resume-from", state)
     check_losses(first + more)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "horovod", "attach"])
+def test_losses_over_tokens_are_counted(kind: str) -> None:
+    launcher = "torchrun" if kind == "ddp" else "gloo"
+    done = launch(4, [f"{JOBS}/counted.py", kind], launcher=launcher, timeout_s=180)
+    assert done.succeeded().count(f"{kind} has finished") == 4
 
 
 @needs("accelerate")

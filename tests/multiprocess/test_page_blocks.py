@@ -198,6 +198,18 @@ _SCRIPTS = {
             ),
         },
     ),
+    "losses.md": Script(
+        num_ranks=4,
+        around={
+            "balancer = loft.Balancer(256, [96, 96, 48, 16], max_count=16)  # a sample has at most "
+            "16 labels": (
+                "model = torch.nn.Linear(8, 3)\n"
+                "labels = torch.randint(0, 3, (600, 16)).masked_fill(torch.rand(16) < 0.5, -100)\n"
+                "dataset = TensorDataset(torch.randn(600, 16, 8), labels)\n",
+                "assert model.weight.isfinite().all()\n",
+            ),
+        },
+    ),
     "report.md": Script(
         around={
             'loft.watch(model, log_dir="runs")  # on every rank, after DDP, fully_shard or '

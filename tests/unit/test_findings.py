@@ -15,6 +15,7 @@ from loft_hvd.check.notes import (
     Call,
     ErrorNote,
     LoaderNote,
+    LossNote,
     Notes,
     OptimizerNote,
     Round,
@@ -390,3 +391,29 @@ def test_of_two_lines_in_no_branch_both_are_named(script: str) -> None:
     (finding,) = find([notes(script, 0, "step after"), notes(script, 1, "step inner")])
     assert f"hvd.after here, while rank 1 is at hvd.inner at {script}:7" in finding.what
     assert "one of the two lines" in finding.mend
+
+
+def of_labels(script: str, *seen: tuple[int, int]) -> list[Notes]:
+    """Return a rank for each of these: labels that count, and samples, of all its batches."""
+    ranks = [notes(script, rank, "step step") for rank in range(len(seen))]
+    for each, pair in zip(ranks, seen, strict=True):
+        each.losses = [LossNote(f"{script}:7", pair, pair)]
+    return ranks
+
+
+def test_a_mean_over_unequally_many_labels_is_told_with_both(script: str) -> None:
+    (finding,) = find(of_labels(script, (8, 16), (7, 8)))
+    assert finding.place == f"{script}:7"
+    assert finding.what.startswith("a mean of means: the loss is the mean over 8 labels of 16")
+    assert "over 7 of 8 in another" in finding.what
+    assert finding.mend.startswith("balancer.count(")
+
+
+def test_as_many_labels_a_sample_everywhere_are_samples(script: str) -> None:
+    assert find(of_labels(script, (160, 16), (80, 8))) == []
+
+
+def test_who_counts_knows(script: str) -> None:
+    ranks = of_labels(script, (8, 16), (7, 8))
+    ranks[1].says_counts = True
+    assert find(ranks) == []
