@@ -4,6 +4,7 @@ Every rank gets the batch it can finish in time, and a few wrong gradients canno
 """
 
 from loft_hvd import attacks, elastic
+from loft_hvd.accelerated import AcceleratorLink, PreparedLoader, accelerator_link
 from loft_hvd.aggregation.aggregate import (
     aggregate,
     mean,
@@ -61,6 +62,7 @@ from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.wire import Compression
 from loft_hvd.report.export import ScalarFeed
 from loft_hvd.store.store import SampleStore
+from loft_hvd.trainer import TrainerLink, trainer_callback
 from loft_hvd.transport.datagram import LossTolerant
 
 __version__ = "0.1.0"
@@ -69,6 +71,7 @@ __all__ = [
     "ARC",
     "CAF",
     "NNM",
+    "AcceleratorLink",
     "Balancer",
     "BatchSampler",
     "BlockShuffle",
@@ -96,6 +99,7 @@ __all__ = [
     "ParquetShards",
     "Phocas",
     "Placement",
+    "PreparedLoader",
     "PrincipalAxis",
     "Quarantine",
     "Replay",
@@ -106,7 +110,9 @@ __all__ = [
     "StreamLoader",
     "Suspicion",
     "TarShards",
+    "TrainerLink",
     "TrimmedMean",
+    "accelerator_link",
     "aggregate",
     "aggregate_states",
     "allreduce",
@@ -125,6 +131,7 @@ __all__ = [
     "median",
     "parse_rule",
     "phocas",
+    "trainer_callback",
     "trimmed_mean",
     "watch",
 ]

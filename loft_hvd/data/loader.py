@@ -319,6 +319,11 @@ class DataLoader(PlannedLoader):
     def __len__(self) -> int:
         return len(self._batches)
 
+    @property
+    def num_left(self) -> int:
+        """Steps of the epoch that are left behind the batch yielded last."""
+        return self._batches.count_left(self._position)
+
     # What scripts read of torch's own loader, as far as it means something here.
 
     @property

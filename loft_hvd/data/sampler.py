@@ -359,6 +359,11 @@ class GlobalBatches:
     def __len__(self) -> int:
         return count_steps(self.settings.num_samples, self.view, drop_last=self.settings.drop_last)
 
+    def count_left(self, position: int) -> int:
+        """Return the steps of an epoch behind so many of its samples."""
+        num_left = self.settings.num_samples - position
+        return count_steps(num_left, self.view, drop_last=self.settings.drop_last)
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation; a position loaded for another epoch is dropped."""
         check_epoch(epoch)
@@ -382,8 +387,7 @@ class GlobalBatches:
             self.homes = self.placement.at(world_size)
             keeping = self._keeper.keeping
             if keeping is not None and any(keeping.adopts):
-                num_left = self.settings.num_samples - position
-                num_steps = count_steps(num_left, self.view, drop_last=self.settings.drop_last)
+                num_steps = self.count_left(position)
                 self.homes = replace(
                     self.homes,
                     adopts=np.array(keeping.of_a_step(num_steps), np.int64),

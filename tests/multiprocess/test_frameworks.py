@@ -1,4 +1,4 @@
-"""Lightning, Accelerate: unequal batches train as one process; losses over tokens."""
+"""Lightning, Accelerate, the Trainer: unequal batches train as one process; losses over tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import launch
+from tests.support.pages import blocks_of, read_page
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -48,6 +49,45 @@ def test_losses_over_tokens_are_counted(kind: str) -> None:
     launcher = "torchrun" if kind == "ddp" else "gloo"
     done = launch(4, [f"{JOBS}/counted.py", kind], launcher=launcher, timeout_s=180)
     assert done.succeeded().count(f"{kind} has finished") == 4
+
+
+@needs("transformers")
+def test_the_trainer_trains_and_resumes_on_fewer_ranks(tmp_path: Path) -> None:
+    for num_ranks, what in ((4, "fit,begin"), (2, "resume")):
+        output = torchrun(num_ranks, f"{JOBS}/trainer_fit.py", what, str(tmp_path))
+        assert output.count(f"has finished {what}") == num_ranks, output[-8000:]
+
+
+@needs("transformers")
+def test_the_scripts_of_the_page_train(tmp_path: Path) -> None:
+    scripts = [block.text for block in blocks_of(read_page("trainer.md"))]
+    assert max(len(script.splitlines()) for script in scripts) <= 60
+    for at, script in enumerate(scripts):
+        file = tmp_path / f"script{at}.py"
+        file.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{script}")
+        output = torchrun(4, str(file))
+        assert len(re.findall(r"(?m)^ *worker|^ *rank", output)) > 0, output[-8000:]
+
+
+@needs("accelerate")
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["test_script"],
+        [
+            "test_distributed_data_loop:test_data_loader",
+            "test_sync:test_gradient_accumulation",
+            "test_sync:test_gradient_accumulation_with_opt_and_scheduler",
+            "test_ops",
+        ],
+        ["test_sync"],
+    ],
+    ids=lambda names: names[0],
+)
+def test_accelerates_own_tests_pass(names: list[str]) -> None:
+    output = torchrun(2, f"{JOBS}/accelerates_scripts.py", *names)
+    for name in names:
+        assert output.count(f"{name} has passed") == 2, output[-8000:]
 
 
 @needs("accelerate")

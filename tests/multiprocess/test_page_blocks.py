@@ -295,6 +295,9 @@ _ELSEWHERE = {
             "test_page_blocks.py::test_two_levels_train"
         ),
     },
+    "trainer.md": {
+        "import torch": "test_frameworks.py::test_the_scripts_of_the_page_train",
+    },
     "migrate.md": {
         "balancer = loft.Balancer(64 * hvd.size())": "test_readme.py::test_the_converted_loop",
         "import horovod": "test_readme.py::test_the_notebooks_cell_trains",
