@@ -56,7 +56,7 @@ def trainer_callback(
 ) -> TrainerLink:
     """Let a ``transformers.Trainer`` train with batches by plan, and a rule; call it on every rank.
 
-    It serves transformers 4.46 and newer, under torchrun or ``accelerate launch``, where the
+    It serves transformers 4.57 and newer, under torchrun or ``accelerate launch``, where the
     trainer wraps the model in ``DistributedDataParallel``. Data set, collator, columns, loader
     processes, accumulation, checkpoints and evaluation are the trainer's own. Batches are shuffled
     by ``data_seed``, or ``seed``. Gradients count every token, or what else labels are of, the
@@ -106,6 +106,17 @@ def trainer_callback(
         raise UsageError(
             "trainer_callback: FSDP and DeepSpeed shard the model, and no rank has a whole "
             "gradient for the rule; train with DDP, the trainer's default"
+        )
+    if any(isinstance(each, TrainerLink) for each in trainer.callback_handler.callbacks):
+        raise ArgumentError(
+            "trainer_callback: this trainer has a callback of loft_hvd already, and a second one "
+            "would weigh its gradients again; make another Trainer"
+        )
+    if trainer.args.auto_find_batch_size:
+        raise ArgumentError(
+            "trainer_callback: auto_find_batch_size=True lowers per_device_train_batch_size where "
+            "memory is full, and batches are those of the plan; leave it away, and give "
+            "loft.Balancer(total, max_batch=...) in place of the sizes"
         )
     if trainer.args.n_gpu > 1:
         raise UsageError(
@@ -262,7 +273,9 @@ class TrainerLink:
         )
         if is_divided and self._is_scaled:
             to_sum = float(num_items)  # type: ignore[arg-type]  # it is not None
-            if trainer.args.average_tokens_across_devices:  # of all ranks; the loss is times those
+            if getattr(
+                trainer.args, "average_tokens_across_devices", False
+            ):  # of all ranks; the loss is times those
                 to_sum /= trainer.accelerator.num_processes
             self.balancer.count_scaled(int(labels.ne(_IGNORED).sum()), to_sum=to_sum)
         elif not labels.is_floating_point():

@@ -3,8 +3,8 @@
 ``Balancer.count`` says what each backward pass is over. Rank i claims ``c_i`` of a step, of ``C``
 that all ranks claim, and the step's gradient is the sum over what was counted, divided by ``C``.
 A rank knows its own claim as it computes, and the others' only with its first bucket. So under a
-mean it sends its sum divided by a ``unit`` that ranks have agreed on once, and the mean of rows is
-multiplied by ``n unit / C`` when it is back.
+mean it sends its sum divided by a ``unit`` that all ranks know, what a rank usually claims, and the
+mean of rows is multiplied by ``n unit / C`` when it is back.
 
 A claim is a worker's own word, and cannot be checked. No rank takes one for more than ``most``
 times the samples that the plan gives that rank. A mean keeps every value, so there a claim up to
@@ -43,7 +43,8 @@ class StepCounts:
 
     Attributes:
         is_used: whether this run counts; None before its first backward pass.
-        unit: what rows of a mean are divided by, equal on every rank; 0.0 before they have met.
+        unit: what rows of a mean are divided by, equal on every rank: the median claim of the step
+            before. 0.0 before ranks have met.
         own: this rank's claim of the step so far, within its cap.
         is_mean: whether losses are means, so that several passes divide each by their number.
     """
@@ -55,10 +56,14 @@ class StepCounts:
         self._num_above = [0] * channel.world_size  # steps in a row, by rank
         self.is_used: bool | None = None
         self.unit = 0.0
+        self._told: list[list[int]] = []  # of all ranks, as it has come: alike on each of them
         self.clear()
 
     def clear(self) -> None:
         """Forget the step."""
+        if self._told:
+            self._take_unit([number for number, _ in self._told])
+            self._told = []
         self.own = 0
         self.is_mean = False
         self.to_sums: list[float] = []  # by backward pass: times its loss is a sum, within caps
@@ -112,9 +117,12 @@ class StepCounts:
     def _meet(self, number: int) -> None:
         """Agree on the unit, in the first backward pass of a run."""
         channel = self._channel.sub("unit")
-        told = channel.allgather_rows(torch.tensor([number]))[:, 0].tolist()
-        # Any would do. The median keeps rows as long as gradients are, whatever one rank says.
-        self.unit = float(max(1, statistics.median_low(told)))
+        self._take_unit(channel.allgather_rows(torch.tensor([number]))[:, 0].tolist())
+
+    def _take_unit(self, claims: Sequence[int]) -> None:
+        # Any would do. The median keeps rows as long as gradients are, whatever one rank says, so
+        # that 16 bits hold them.
+        self.unit = float(max(1, statistics.median_low(claims)))
 
     def send(self) -> None:
         """Tell the other ranks, once all passes of the step have begun; before its buckets."""
@@ -133,7 +141,7 @@ class StepCounts:
         """
         if self._claims is not None:
             return self._claims
-        told = [[self.own, self._given]]
+        told: list[list[int]] = [[self.own, self._given]]
         if self._channel.world_size > 1:
             self.send()
             assert self._work is not None
@@ -141,6 +149,7 @@ class StepCounts:
             what = "balancer.count(n) of all ranks, which each of them calls for each backward pass"
             self._channel.wait(work, what=what)
             told = rows.tolist()
+        self._told = told
         if not num_samples:
             self._claims = tuple(max(0, number) for number, _ in told)
             return self._claims

@@ -29,7 +29,8 @@ class PassWeights:
     # What this rank's summed gradients are multiplied by to be its row in a robust rule: the
     # passes of the step over the passes in which it had samples.
     row_scale: float
-    counts: tuple[int, ...] | None = None  # samples in the step; None where all are equal
+    # Samples in the step, or what was counted; None where all are equal.
+    counts: tuple[int, ...] | None = None
 
 
 def capped_weights(sizes: Sequence[int]) -> tuple[int, ...] | None:

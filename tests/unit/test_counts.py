@@ -14,9 +14,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
+from loft_hvd.balance.plan import Counted
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.pipeline.counts import StepCounts
 from loft_hvd.pipeline.weights import capped_weights
+from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
+from tests.support.ddp_buckets import backward
+from tests.support.passes import Sizes
 
 IGNORED = -100
 LENGTH, NUM_CLASSES = 7, 5
@@ -279,6 +284,56 @@ def test_honest_ranks_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
             0, 1.0, rule=loft.TrimmedMean(1), num_steps=12, data=make_data(256 * 12), max_count=7
         )
     assert not [each for each in caplog.records if "counts" in each.getMessage()]
+
+
+def test_rows_stay_as_long_as_gradients_are_whatever_a_rank_claims() -> None:
+    def work(end: LocalTransport) -> list[float]:
+        counts = StepCounts(Channel(end, "test"), most=None, tell=lambda rank, what: None)
+        units = []
+        for number in (3, 5000, 200):
+            claim = 10**15 if end.rank == 2 else number + end.rank
+            counts.add(Counted(claim, claim, True), num_samples=4, is_weighed=False)
+            counts.send()
+            assert counts.claims([4, 4, 4]) == (number, number + 1, 10**15)
+            counts.clear()
+            units.append(counts.unit)
+        return units
+
+    assert run_ranks(3, work) == [[4.0, 5001.0, 201.0]] * 3
+
+
+@pytest.mark.parametrize(
+    "rule", [loft.Mean(), loft.Mean(reproducible=True), loft.Median()], ids=str
+)
+def test_the_hook_of_ddp_weighs_by_what_is_counted(rule: loft.Rule) -> None:
+    claims, steps = [(30, 3, 12), (0, 8, 8), (7, 7, 0)], 3
+    grads = torch.randn(steps, 3, 5, generator=torch.Generator().manual_seed(2))
+
+    class CountedSizes(Sizes):
+        counts: list[Counted]
+
+        def take_count(self) -> Counted:
+            return self.counts.pop(0)
+
+    def work(end: LocalTransport) -> list[Tensor]:
+        planned: Any = CountedSizes([(4, 4, 4)] * steps)
+        planned.counts = [Counted(row[end.rank], float(row[end.rank]), True) for row in claims]
+        hook = loft.ddp_hook(rule, planned, transport=end)
+        parameter, found = torch.nn.Parameter(torch.zeros(5)), []
+        for step in range(steps):
+            own = grads[step, end.rank]
+            own = own if claims[step][end.rank] else torch.full_like(own, torch.nan)
+            found.append(backward(hook, [[parameter]], {parameter: own})[parameter].clone())
+        return found
+
+    for found in run_ranks(3, work):
+        for step, got in enumerate(found):
+            weights = torch.tensor(claims[step], dtype=torch.float32)
+            if isinstance(rule, loft.Median):
+                want = loft.median(grads[step][weights > 0])
+            else:
+                want = (weights / weights.sum()) @ grads[step]
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 # What a script may do wrong.

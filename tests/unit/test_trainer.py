@@ -77,6 +77,11 @@ class TestOneRank:
             loft.trainer_callback(trainer, [4, 4])
         with pytest.raises(ArgumentError, match=r"raise gradient_accumulation_steps"):
             loft.trainer_callback(trainer, loft.Balancer(8, max_batch=4, micro_batches=True))
+        with pytest.raises(ArgumentError, match="auto_find_batch_size=True lowers"):
+            loft.trainer_callback(self.make(tmp_path, auto_find_batch_size=True), [4])
+        loft.trainer_callback(trainer, [4])
+        with pytest.raises(ArgumentError, match=r"has a callback of loft_hvd already"):
+            loft.trainer_callback(trainer, [4])
 
     def test_batches_that_a_plan_cannot_choose_are_refused(self, tmp_path: Path) -> None:
         stream = self.make(tmp_path, data=Stream(), max_steps=1)
