@@ -180,12 +180,15 @@ class Attachment:
             self._forget_gradients()  # a GradScaler may skip the step from here on
             self._wait_for_engine()
             if factor != 1.0:  # what ranks knew only after they had sent
-                every = (
-                    each.grad for group in self._optimizer.param_groups for each in group["params"]
-                )
-                torch._foreach_mul_([grad for grad in every if grad is not None], factor)
+                self._multiply(factor)
             if self._replicas is not None:
                 self._replicas.gradients_reduced()
+
+    def _multiply(self, factor: float) -> None:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def _wait_for_engine(self) -> None:
         """Synchronize as Horovod does; its errors say which rank is behind them."""
