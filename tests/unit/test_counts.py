@@ -206,6 +206,58 @@ def test_a_rule_takes_sums_and_means_alike(
     assert max(moved) > 0.01
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"over": [(0, 1), (2, 3)]},
+        {"gradient_predivide_factor": 2.0},
+        {"audit": 1.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_options_bear_counts(options: dict[str, Any]) -> None:
+    # Every text has as many labels, but one: no claim is cut, and no weight is capped.
+    data = make_data(256 * 2)
+    labels = torch.arange(LENGTH).expand(512, LENGTH) % NUM_CLASSES
+    data.tensors[1].copy_(labels.masked_fill(torch.arange(LENGTH) > 3, IGNORED))
+    data.tensors[1][:100, 0] = IGNORED
+    rule = loft.Mean() if "gradient_predivide_factor" in options else loft.TrimmedMean(0)
+    sizes = (72, 64, 60, 60)
+    found = run_ranks(
+        4, lambda end: train(end, sizes=sizes, num_steps=2, rule=rule, data=data, options=options)
+    )
+    assert_equal(found, train_alone(1, num_steps=2, data=data))
+
+
+def test_sparse_gradients_are_weighed_by_what_is_counted() -> None:
+    words, claims = torch.tensor([[0, 1], [1, 2], [3, 3]]), [4, 1, 2]
+
+    def work(end: LocalTransport) -> Tensor:
+        table = torch.nn.Embedding(5, 2, sparse=True)
+        torch.nn.init.ones_(table.weight)
+        balancer = loft.Balancer(6, transport=end)
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0),
+            table.named_parameters(),
+            balancer=balancer,
+            transport=end,
+        )
+        for _ in range(2):  # in the first step nobody knows yet that they are sparse
+            optimizer.zero_grad()
+            with balancer.step(2):
+                balancer.count(claims[end.rank])
+                table(words[end.rank]).mean().backward()
+            optimizer.step()
+        return table.weight.detach()
+
+    # Each rank's mean is over 4 values.
+    parts = torch.zeros(5, 2)
+    for row, claim in zip(words, claims, strict=True):
+        parts.index_add_(0, row, torch.full((2, 2), claim / 4 / sum(claims)))
+    for weight in run_ranks(3, work):
+        torch.testing.assert_close(weight, 1 - 2 * parts)
+
+
 def test_averages_over_time_are_those_of_one_process() -> None:
     # A mean of ranks' averages is torch's momentum buffer, times 1 - b at first.
     def work(end: LocalTransport) -> list[Tensor]:
