@@ -670,7 +670,7 @@ def _bench_app() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, help="Measure speed, and accuracy under attack.")
     ranks_option = typer.Option(4, "--ranks", min=2, help="Ranks on this machine.")
     controller_option = typer.Option(
-        "gloo", help="gloo (horovodrun), mpi (mpirun); torchrun: --engine ddp without Horovod."
+        "gloo", help="gloo (horovodrun), mpi (mpirun); torchrun: --engine ddp or fsdp."
     )
     gate_option = typer.Option(
         False, "--gate", help="Exit 1 when a goal is missed by 15 %, 2 if noisy."
@@ -730,8 +730,9 @@ def _bench_app() -> typer.Typer:
         model: str = typer.Option("resnet18", help="resnet18, transformer or mlp."),
         engine: str = typer.Option(
             "horovod",
-            help="What steps are compared with: horovod (hvd.DistributedOptimizer) or ddp "
-            "(DistributedDataParallel; Horovod's and ours by turns with it, five steps each).",
+            help="What steps are compared with: horovod (hvd.DistributedOptimizer), ddp "
+            "(DistributedDataParallel; Horovod's and ours by turns with it, five steps each) or "
+            "fsdp (FSDP2, and ours by turns with it).",
         ),
         batch: int = typer.Option(4, min=1, help="Samples of a rank."),
         ranks: int = ranks_option,

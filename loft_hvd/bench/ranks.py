@@ -24,7 +24,7 @@ from loft_hvd.bench.collectives import (
     measure_allreduce,
 )
 from loft_hvd.bench.gate import Goal
-from loft_hvd.bench.steps import DDP, StepBench, measure_step
+from loft_hvd.bench.steps import DDP, FSDP, StepBench, measure_step
 from loft_hvd.config import config
 from loft_hvd.doctor.inspect import HorovodBuild, horovod_build
 from loft_hvd.doctor.launch import CONTROLLERS, launch_command, run_limited
@@ -69,6 +69,8 @@ _STEP_GOALS = {
         "optimizer mean": 1.00,
     },
     (DDP, "cuda"): {"hook trimmed_mean": 1.10},
+    (FSDP, "cpu"): {"hook mean": 1.01, "hook trimmed_mean": 1.10, "hook robust": 1.15},
+    (FSDP, "cuda"): {"hook trimmed_mean": 1.10},
 }
 # Times as fast as a blocking exchange; measured 6.7 and 8.6 with 120 MB on 2 ranks
 # (docs/benchmarks.md).
@@ -123,10 +125,10 @@ def run_bench(
 
     ``progress`` is told how far rank 0 is, each tenth of the rounds.
     """
-    if job.controller == "torchrun" and options.get("engine") != DDP:
+    if job.controller == "torchrun" and options.get("engine") not in (DDP, FSDP):
         raise ArgumentError(
             f"bench {what}: controller={job.controller!r} starts no Horovod, which is measured; it "
-            f"goes with bench step, engine={DDP!r}"
+            f"goes with bench step, engine={DDP!r} or {FSDP!r}"
         )
 
     def on_line(line: str) -> None:

@@ -1,7 +1,8 @@
 """``loft-hvd bench step``, on every rank: training steps against what a user would pick instead.
 
-That is Horovod's optimizer, or plain ``DistributedDataParallel``. Against the latter our hook is
-timed, and in the same job, where Horovod has started its ranks, Horovod's optimizer and ours.
+That is Horovod's optimizer, plain ``DistributedDataParallel``, or plain FSDP2. Against the last two
+our hook is timed, and beside DDP in the same job, where Horovod has started its ranks, Horovod's
+optimizer and ours.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError
 from loft_hvd.optimizer.ddp import ddp_hook
 from loft_hvd.optimizer.distributed import DistributedOptimizer
+from loft_hvd.optimizer.fsdp import fsdp_hook
 from loft_hvd.pipeline.buckets import ParameterSpec, lay_out
 from loft_hvd.pipeline.ring import Stage
 from loft_hvd.pipeline.selection import Scope
@@ -54,12 +56,12 @@ from loft_hvd.transport.base import Channel, Transport
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.horovod import horovod_if_initialized, horovod_module
 
-__all__ = ["DDP", "ENGINES", "StepBench", "measure_step"]
+__all__ = ["DDP", "ENGINES", "FSDP", "StepBench", "measure_step"]
 
-DDP = "ddp"
-# What steps are compared with, and how many steps a contestant takes in its turn. Against DDP
+DDP, FSDP = "ddp", "fsdp"
+# What steps are compared with, and how many steps a contestant takes in its turn. Against torch's
 # several, as the first finds its memory out of the caches; with one a part is timed (`TimedPart`).
-ENGINES = {HOROVOD: 1, DDP: 5}
+ENGINES = {HOROVOD: 1, DDP: 5, FSDP: 5}
 _TRACED_STEPS = 5
 
 
@@ -77,8 +79,9 @@ class StepBench:
     scopes: bool = False
     device: str = "cpu"  # or "cuda": where models are trained (`rank_device`)
     engine: str = HOROVOD  # a name in `ENGINES`
-    # Steps of robust contestants before the first round, under DDP and with `scopes`: in so many an
-    # optimizer notes some coordinates of each gradient, to compare ranks once; later ones do not.
+    # Steps of robust contestants before the first round, under torch's engines and with `scopes`:
+    # in so many an optimizer notes some coordinates of each gradient, to compare ranks once; later
+    # ones do not.
     steps_before: int = COMPARED_AFTER
 
     def __post_init__(self) -> None:
@@ -87,10 +90,10 @@ class StepBench:
                 raise ArgumentError(
                     f"bench step: {option}={given!r} is not one of {', '.join(allowed)}"
                 )
-        if self.engine == DDP and (self.scopes or self.trace is not None):
+        if self.engine != HOROVOD and (self.scopes or self.trace is not None):
             raise ArgumentError(
                 f"bench step: scopes={self.scopes} and trace={self.trace!r} go with "
-                f"engine={HOROVOD!r}, not with {DDP!r}"
+                f"engine={HOROVOD!r}, not with {self.engine!r}"
             )
         check_device("bench step", self.device)
 
@@ -179,6 +182,18 @@ class _Contestants:
         model.register_comm_hook(None, ddp_hook(rule, scope="shard"))
         return self._noted(replace(found, model=model), rule)
 
+    def fsdp(self, rule: Rule | None = None) -> _Training:
+        """Return a training under FSDP2, its modules sharded one by one; plain without a rule."""
+        from torch.distributed.fsdp import fully_shard
+
+        found = self.alone(rule)
+        for module in [*found.model.children(), found.model]:
+            fully_shard(module)
+        if rule is None:
+            return found
+        fsdp_hook(found.model, rule)
+        return self._noted(found, rule)
+
     def _noted(self, found: _Training, rule: Rule) -> _Training:
         if not isinstance(rule, Mean):
             self.robust.append(found)
@@ -188,7 +203,7 @@ class _Contestants:
 def measure_step(bench: StepBench, *, progress: Progress = lambda text: None) -> dict[str, Any]:
     """Time training steps of every contestant; each rank calls it alike.
 
-    Horovod is initialised; or torchrun has started the ranks, and only DDP's contestants train.
+    Horovod is initialised; or torchrun has started the ranks, and only torch's contestants train.
 
     Returns the model's parameters, and seconds of a step in every round of each contestant, the
     slowest rank's; with a trace also rank 0's seconds in each stage of a step.
@@ -231,13 +246,11 @@ def _measure(
     transport = default_transport()
     contestants = _Contestants(bench, device, transport.rank)
     f = min((transport.world_size - 1) // 2, 1)
-    if bench.engine == DDP:
-        calls = _against_ddp(contestants, f)
-    else:
-        calls = _against_horovod(contestants, f)
+    against = {HOROVOD: _against_horovod, DDP: _against_ddp, FSDP: _against_fsdp}
+    calls = against[bench.engine](contestants, f)
     if bench.scopes:
         calls |= _scopes(bench, contestants, Robust(f), transport)
-    if bench.scopes or bench.engine == DDP:
+    if bench.scopes or bench.engine != HOROVOD:
         progress(f"{bench.model}, {bench.steps_before} steps of each rule before the first round")
         for _ in range(bench.steps_before):
             for training in contestants.robust:
@@ -273,8 +286,18 @@ def _against_horovod(contestants: _Contestants, f: int) -> dict[str, Callable[[]
     }
 
 
+def _rules(f: int) -> dict[str, Rule]:
+    return {"mean": Mean(), f"trimmed_mean f={f}": TrimmedMean(f), f"robust f={f}": Robust(f)}
+
+
+def _against_fsdp(contestants: _Contestants, f: int) -> dict[str, Callable[[], object]]:
+    plain = contestants.fsdp().step
+    calls: dict[str, Callable[[], object]] = {FSDP: plain, again(FSDP): plain}
+    return calls | {f"hook {name}": contestants.fsdp(rule).step for name, rule in _rules(f).items()}
+
+
 def _against_ddp(contestants: _Contestants, f: int) -> dict[str, Callable[[], object]]:
-    rules = {"mean": Mean(), f"trimmed_mean f={f}": TrimmedMean(f), f"robust f={f}": Robust(f)}
+    rules = _rules(f)
     plain = contestants.ddp().step
     calls: dict[str, Callable[[], object]] = {DDP: plain, again(DDP): plain}
     calls |= {f"hook {name}": contestants.hook(rule).step for name, rule in rules.items()}

@@ -21,9 +21,10 @@ A step ends with the backward pass that FSDP2 reduces after. Passes before it, u
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.meetings import take_as_exact
 from loft_hvd.config import config
 from loft_hvd.copies import NeverCopied
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.options import (
     EqualBatches,
     advised_momentum,
@@ -53,7 +54,13 @@ from loft_hvd.optimizer.sharded import (
 )
 from loft_hvd.pipeline.buckets import Bucket, Slot
 from loft_hvd.pipeline.gradients import copy_scaled
-from loft_hvd.pipeline.momentum import Blend, LossScaler, WorkerMomentum
+from loft_hvd.pipeline.momentum import (
+    STATE_KEY,
+    Blend,
+    LossScaler,
+    WorkerMomentum,
+    check_state,
+)
 from loft_hvd.pipeline.passes import Passes, StepSource
 from loft_hvd.pipeline.scatter import ScatterExchanges
 from loft_hvd.pipeline.selection import Scope, check_scope
@@ -178,6 +185,8 @@ def fsdp_hook(
             beta,
             1 - beta,
         )
+    if beta and ends.world_size == 1:
+        _logger.warning("fsdp_hook: worker_momentum does nothing: one rank has nobody to send to")
     return FSDPHook(
         model,
         groups,
@@ -201,6 +210,11 @@ def _check_scope(scope: str, rule: Rule) -> None:
 def _check_mesh(groups: Sequence[ShardedGroup], rule: Rule, world_size: int) -> None:
     """Raise unless every group is of all ranks, as the rule needs them."""
     for group in groups:
+        if isinstance(group.scatter, _GroupScatter):
+            raise ArgumentError(
+                f"fsdp_hook: {group} has a hook already, whose rows a second one would not see; "
+                "make one hook for each model"
+            )
         ranks, num_replicas = group.ranks, group.num_replicas
         if len(ranks) * num_replicas != world_size or (
             num_replicas == 1 and ranks != list(range(world_size))
@@ -262,6 +276,7 @@ class FSDPHook(NeverCopied):
         unknown = [f"a parameter of {group}" for group in groups]
         self._judgement.look_at([], [*names, *unknown], [], "")
         self._num_named = len(names)
+        self._slots: dict[tuple[int, int], tuple[Slot, ...]] = {}  # by group and number of values
         self._exchanges = ScatterExchanges(
             channel,
             rule,
@@ -269,13 +284,12 @@ class FSDPHook(NeverCopied):
             run=self._judgement.run,
             is_model=self._judgement.is_model,
         )
-        # Of the newest forward pass: whether no gradient has come since, and whether its gradients
-        # add up on this rank.
-        self._is_fresh = self._is_held_back = False
+        self._is_fresh = False  # no gradient has come since the newest forward pass
         self._beginning = threading.RLock()  # autograd has a thread for each device
         self._most_passes = 1  # of a step so far
         self._is_compared = False
-        self._stand_ins: dict[str, Tensor] = {}
+        # What stands for each group's gradients where averages are kept by parameter.
+        self._averaged = {str(group): _like(group) for group in groups if momentum is not None}
         # Of the backward pass that goes on, if its gradients are reduced.
         self._is_reducing = False
         self._results: dict[int, Tensor] = {}  # each group's, by the parameter that it begins with
@@ -289,6 +303,29 @@ class FSDPHook(NeverCopied):
     def report(self) -> SuspicionReport:
         """Return what is known of every worker: who was off, and how far; print it for a table."""
         return self._judgement.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's averages of worker momentum, for a file of its own; else nothing."""
+        if self._momentum is None:
+            return {}
+        return {STATE_KEY: self._momentum.state_dict(self._averaged)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let averages go on where every rank loads what it has saved in a world of the same size.
+
+        Call it before the first step; else, or with another world size, they begin anew.
+
+        Args:
+            state_dict: of this rank.
+
+        Raises:
+            ArgumentError: it cannot be taken.
+        """
+        if self._momentum is None:
+            return
+        if (averages := state_dict.get(STATE_KEY)) is not None:
+            check_state(averages, self._averaged)
+        self._momentum.load_state_dict(averages, self._averaged)
 
     def before_unscaling(
         self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
@@ -318,40 +355,37 @@ class FSDPHook(NeverCopied):
 
             def register(_: torch.nn.Module, __: Any) -> None:
                 nonlocal is_left
-                alive = hook()
-                if alive is not None and is_left and alive._weighs_each:
-                    is_left = False  # once: the parameter stays, and a plain run pays nothing
-                    for parameter in group.whole_parameters():
-                        parameter.register_hook(weigh)
+                for parameter in group.whole_parameters() if is_left else ():
+                    parameter.register_hook(weigh)
+                is_left = False  # once: the parameters stay
 
             return register
 
         model.register_forward_pre_hook(began)
-        for group in self._groups:
-            for module in group.modules:
-                module.register_forward_pre_hook(gathered(group))
+        # Equal batches need no look at single gradients; alone, FSDP2 asks for no exchange.
+        if isinstance(self._batches, Balancer) or self._channel.world_size == 1:
+            for group in self._groups:
+                for module in group.modules:
+                    module.register_forward_pre_hook(gathered(group))
 
     def _forward_began(self) -> None:
-        self._is_fresh, self._is_held_back = True, self._groups[0].is_held_back
+        self._is_fresh = True
         self._is_reducing = False  # of a backward pass that has failed
         self._results.clear()
 
-    @property
-    def _weighs_each(self) -> bool:
-        """Whether gradients are met one by one, as they come: alone, FSDP2 asks for no exchange."""
-        return self._is_held_back or self._channel.world_size == 1
-
     def _weigh(self, grad: Tensor) -> Tensor | None:
         """Weigh a gradient that adds up on this rank, or that follows such ones."""
+        is_held_back, is_alone = self._groups[0].is_held_back, self._channel.world_size == 1
+        if not (is_held_back or is_alone or self._passes.has_shares):
+            return None
         with self._told():
-            is_held_back = self._is_held_back
             with self._beginning:
-                if self._is_fresh and (self._weighs_each or self._passes.has_shares):
+                if self._is_fresh:
                     self._begin_pass()
                     self._passes.has_shares |= is_held_back
-            if self._weighs_each:  # no exchange will tell
+            if is_held_back or is_alone:  # no exchange will tell
                 self._batches.gradient_arrived(blocked_s=0.0)
-            if self._channel.world_size == 1 and not is_held_back:
+            if is_alone and not is_held_back:
                 self._begin_step()
             if not self._passes.has_shares:
                 return None
@@ -394,16 +428,19 @@ class FSDPHook(NeverCopied):
         with self._told():
             self._begin_step()
             self._batches.gradient_arrived(blocked_s=0.0)
-            bucket = self._laid_out(group, given)
+            bucket = self._laid_out(group, given.numel(), given.dtype)
+            begins = next(slot.parameter for slot in bucket.slots if slot.offset == 0)
             if self._passes.weights().present[self._channel.rank]:
-                self._judgement.sent(bucket.slots[0].parameter, given)
-            self._results[bucket.slots[0].parameter] = result
+                self._judgement.sent(begins, given)
+            self._results[begins] = result
             if self._is_torchs(group):
-                self._pack(bucket, given, given, num_owners=given.numel() // result.numel())
+                self._pack(group, bucket, given, given)
                 return theirs()
-            sent = self._exchanges.memory_to_send(bucket, given)
-            weights = self._pack(bucket, given, sent, num_owners=self._channel.world_size)
-            why = group.why_at_once(result, op)
+            sent = self._exchanges.memory_to_send(bucket)
+            if sent is None or sent.data_ptr() == given.data_ptr():
+                sent = given
+            weights = self._pack(group, bucket, given, sent)
+            why = group.why_at_once(result, op) if self._judgement.is_model else ""
             self._exchanges.start(bucket, sent, result, weights, why_at_once=why)
             if (factor := group.sum_factor(op, self._channel.world_size)) != 1.0:
                 result.mul_(factor)
@@ -424,35 +461,44 @@ class FSDPHook(NeverCopied):
         self._is_reducing = True
         at_end_of_backward(self._finish)
 
-    def _laid_out(self, group: ShardedGroup, given: Tensor) -> Bucket:
-        numel = given.numel()
-        slots = group.slots(numel)
-        if not slots:  # some parameters have no gradient
-            at = self._num_named + group.number
-            slots = (Slot(at, f"a part of {group}", 0, numel, (numel,)),)
-        return Bucket(group.number, given.dtype, str(given.device), 0, slots)
+    def memory(self, group: ShardedGroup, dtype: torch.dtype) -> Tensor | None:
+        """Return where a group's gradients, [world_size * shard], are best put; None anywhere."""
+        return self._exchanges.memory_to_send(self._laid_out(group, group.numel, dtype))
 
-    def _pack(self, bucket: Bucket, given: Tensor, sent: Tensor, *, num_owners: int) -> PassWeights:
+    def _laid_out(self, group: ShardedGroup, numel: int, dtype: torch.dtype) -> Bucket:
+        key = group.number, numel
+        if key not in self._slots:
+            self._slots[key] = group.slots(numel) or self._part_of(group, numel)
+        # Numbered in the order of the backward pass, which is the same on every rank.
+        return Bucket(len(self._results), dtype, str(group.device), 0, self._slots[key])
+
+    def _part_of(self, group: ShardedGroup, numel: int) -> tuple[Slot, ...]:
+        """Return what stands for the parameters of a group of which some have no gradient."""
+        if self._momentum is not None:
+            raise UsageError(
+                f"fsdp_hook: in {group} not all parameters have a gradient, and with worker "
+                "momentum a rank keeps averages of all; "
+                "model.set_reduce_scatter_unused_params(True) counts the others as zeros"
+            )
+        at = self._num_named + group.number
+        return (Slot(at, f"a part of {group}", 0, numel, (numel,)),)
+
+    def _pack(
+        self, group: ShardedGroup, bucket: Bucket, given: Tensor, sent: Tensor
+    ) -> PassWeights:
         """Fill in what is sent of a group."""
         passes, rule = self._passes, self._rule
         if passes.has_gradient:
             scale = passes.scale(rule, is_sum=False)
             if isinstance(scale, Blend):
                 assert self._momentum is not None
-                self._momentum.send(self._stand_in(bucket), given, sent, scale)
+                self._momentum.send(self._averaged[str(group)], given, sent, scale)
             elif sent is not given or scale != 1.0:
                 copy_scaled(given, sent, scale)
         if passes.sends_zeros(rule):
             sent.zero_()
-        self._judgement.packed(bucket, sent, rule, num_owners=num_owners)
+        self._judgement.packed(bucket, sent, rule, num_owners=group.num_shards)
         return passes.row_weights(rule)
-
-    def _stand_in(self, bucket: Bucket) -> Tensor:
-        """Return what stands for a group's parameters where averages are kept by parameter."""
-        key = f"{bucket.index}.{bucket.numel}"
-        if key not in self._stand_ins:
-            self._stand_ins[key] = _like(bucket.numel, bucket.dtype, bucket.device)
-        return self._stand_ins[key]
 
     def _finish(self) -> None:
         """Close a step, whose backward pass has ended."""
@@ -491,9 +537,11 @@ class FSDPHook(NeverCopied):
         self._batches.step_ended()
 
 
-def _like(numel: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Return a tensor of so many values that takes no memory."""
-    return torch.zeros(1, dtype=dtype, device=device).expand(numel).requires_grad_()
+def _like(group: ShardedGroup) -> Tensor:
+    """Return a tensor like a group's gradients, [world_size * shard], that takes no memory."""
+    first = group.parameters[0]
+    one = torch.zeros(1, dtype=first.dtype, device=group.device)
+    return one.expand(group.numel).requires_grad_()
 
 
 class _GroupScatter:
@@ -505,6 +553,11 @@ class _GroupScatter:
         self._theirs = theirs
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Of the two that are asked for, what is sent; gradients are then copied there at once.
+        if math.prod(size) == self._group.numel:
+            memory = self._hook.memory(self._group, dtype)
+            if memory is not None:
+                return memory
         return self._theirs.allocate(size, dtype=dtype, device=device)
 
     def __call__(

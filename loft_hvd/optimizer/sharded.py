@@ -1,4 +1,4 @@
-"""What is asked of torch's FSDP2 (``fully_shard``), some of it of parts that are not public.
+"""What is asked of torch's FSDP2 (``fully_shard``), also of parts that are not public.
 
 A module that ``fully_shard`` was called on has its own parameters in a group: they are gathered
 together before they are used, and their gradients, cut into a shard for each rank, are reduced
@@ -95,8 +95,7 @@ class ShardedGroup:
     @property
     def num_replicas(self) -> int:
         """How many such sets of ranks have a copy of it: more than 1 in HSDP."""
-        info = self._inner.mesh_info
-        return int(info.mesh.size()) // int(info.shard_mesh_size)
+        return int(self._inner.mesh_info.mesh.size()) // self.num_shards
 
     @property
     def scatter(self) -> Scatter:
@@ -117,23 +116,38 @@ class ShardedGroup:
             return float(num_ranks)
         return num_ranks / float(self._inner.gradient_divide_factor)  # a sum that is divided
 
-    def slots(self, numel: int) -> tuple[Slot, ...]:
-        """Say where the parameters lie in gradients, [world_size * shard], part by part.
+    @property
+    def numel(self) -> int:
+        """Values of its gradients with what they are padded by, [world_size * shard]."""
+        return sum(length for *_, length in self._spans()) * self.num_shards
 
-        None where parameters without a gradient are left out: which ones nobody says.
-        """
-        num_shards, spans, offset = int(self._inner.mesh_info.shard_mesh_size), [], 0
+    @property
+    def num_shards(self) -> int:
+        """How many ranks share its parameters."""
+        return int(self._inner.mesh_info.shard_mesh_size)
+
+    def _spans(self) -> list[tuple[int, str, int, int]]:
+        """Return where the parameters lie in a shard: number, name, begin, length."""
+        spans, offset = [], 0
         for at, each in enumerate(self._inner.fsdp_params):
             if each.sharded_param.requires_grad:
                 length = each.padded_sharded_param_size.numel()
                 spans.append((self._first + at, self.names[at], offset, length))
                 offset += length
-        if offset * num_shards != numel:
+        return spans
+
+    def slots(self, numel: int) -> tuple[Slot, ...]:
+        """Say where the parameters lie in gradients, [world_size * shard], the last ones first.
+
+        A parameter has a slot in each shard. None where parameters without a gradient are left out:
+        which ones nobody says.
+        """
+        if numel != self.numel:
             return ()
         return tuple(
-            Slot(at, name, shard * offset + begin, length, (length,))
-            for at, name, begin, length in spans
-            for shard in range(num_shards)
+            Slot(at, name, shard * (numel // self.num_shards) + begin, length, (length,))
+            for at, name, begin, length in reversed(self._spans())
+            for shard in range(self.num_shards)
         )
 
     def why_at_once(self, result: Tensor, op: Any) -> str:
@@ -141,8 +155,8 @@ class ShardedGroup:
         inner, dtype = self._inner, self._inner._orig_dtype
         if result.dtype != dtype:
             return f"it is cast from {result.dtype} to {dtype} (MixedPrecisionPolicy)"
-        if op == dist.ReduceOp.SUM:
-            return f"it is divided (as with {result.dtype}, or a sum that was forced)"
+        if op != dist.ReduceOp.AVG:
+            return "it is divided (float16, set_gradient_divide_factor, or a sum that was forced)"
         if inner._all_reduce_hook is not None:
             return "a hook is given it (set_all_reduce_hook)"
         for each in inner.fsdp_params:

@@ -8,7 +8,7 @@ returns, for the host or on the device's stream, and its memory serves the next 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +50,26 @@ class _Reduction:
         """Release nothing: each collective on its way is, as it ends."""
 
 
+class _Together:
+    """Buckets that wait for each other, as all of them decide."""
+
+    def __init__(self, reductions: Sequence[_Reduction]) -> None:
+        self.watch = reductions[0].watch
+        self._reductions = reductions
+
+    @property
+    def place(self) -> str:
+        """What they wait for, by the first of them."""
+        late = [each.place for each in self._reductions if not each.done()]
+        return ", ".join(late[:1]) or "a step"
+
+    def done(self) -> bool:
+        return all([each.done() for each in self._reductions])  # each is moved on
+
+    def finish(self) -> None:
+        """Release nothing."""
+
+
 class ScatterExchanges:
     """The exchanges of some buckets, in an order that is equal on every rank.
 
@@ -83,10 +103,10 @@ class ScatterExchanges:
         self._num_sent: Counter[str] = Counter()  # by where memory is
         self._open: dict[str, _Reduction] = {}  # by name, those that wait for ``finish``
 
-    def memory_to_send(self, bucket: Bucket, given: Tensor) -> Tensor:
-        """Return where this rank's values, [numel], are put for ``start``; it may be ``given``."""
+    def memory_to_send(self, bucket: Bucket) -> Tensor | None:
+        """Return where this rank's values, [numel], are put for ``start``; None for anywhere."""
         if not self.lane.lends:
-            return given
+            return None
         # By turns: who begins the next exchange of that memory has read what was sent in this one.
         place = self._place(bucket)
         key = place, self._num_sent[place] % 2
@@ -105,7 +125,7 @@ class ScatterExchanges:
 
         Args:
             bucket: what is reduced, [world_size * shard].
-            sent: from ``memory_to_send``; left alone until the result is there.
+            sent: where ``memory_to_send`` has them; left alone until the result is there.
             result: [shard]; with scope "model" it is there after ``finish``.
             weights: of the rows.
             why_at_once: why the result is needed when this returns; "" where it is not.
@@ -163,8 +183,9 @@ class ScatterExchanges:
         gone = [self._parts.pop(name) for name in self._parts.keys() - self._open.keys()]
         self._selection.forget(gone)  # of parameters that had no gradient
         self._selection.complete()
-        for reduction in self._open.values():
-            self._channel.wait(reduction, what=reduction.place)
+        if self._open:
+            together = _Together(list(self._open.values()))
+            self._channel.wait(together, what=together.place)
         self._open.clear()
         self._selection.is_whole = False
 

@@ -51,6 +51,14 @@ def test_ddp_under_torchrun_leaves_the_faulty_rank_out() -> None:
 
 
 @pytest.mark.long
+def test_fsdp_under_torchrun_leaves_the_faulty_rank_out() -> None:
+    output = torchrun(4, "examples/fsdp.py", "--faulty", "3", "--epochs", "3")
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\d+\.\d+)", output)]
+    assert losses[-1] < 0.7 * losses[0], output
+    assert re.search(r"^ +3 +\d.* in quarantine until step \d+$", output, re.MULTILINE), output
+
+
+@pytest.mark.long
 def test_ddp_under_torchrun_holds_passes_back() -> None:
     output = torchrun(2, "examples/ddp.py", "--batch-sizes", "24,8", "--passes", "2")
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\d+\.\d+)", output)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,24 @@ JOB = "tests/multiprocess/jobs/fsdp_ranks.py"
 long = pytest.mark.long
 
 
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and ip")
+@pytest.mark.parametrize("lane", ["auto", "mesh", "device"])
+def test_no_more_travels_than_under_plain_fsdp2(lane: str, tmp_path: Path) -> None:
+    env = {"LOFT_HVD_LANE": lane}
+    done = launch(1, [JOB, "wire", "4", str(tmp_path)], launcher="none", timeout_s=120, env=env)
+    done.succeeded(4)
+
+
 @pytest.mark.parametrize(
     ("whats", "num_ranks"),
-    [("exact refused", 4), pytest.param("attacked", 4, marks=long)],
+    [
+        ("exact refused", 4),
+        pytest.param("rules", 4, marks=long),
+        pytest.param("attacked averaged", 4, marks=long),
+        pytest.param("summed watched", 4, marks=long),
+        pytest.param("single", 1, marks=long),
+    ],
 )
 def test_sharded_ranks(whats: str, num_ranks: int, tmp_path: Path) -> None:
     """Ranks pass one job after the other in one process group."""

@@ -120,6 +120,7 @@ def test_goals_are_those_of_the_ranks_and_rules_they_were_set_for() -> None:
         ("horovod", {"mean": 1.03, "trimmed_mean f=1": 1.10, "median": None, "hook mean": None}),
         ("ddp", {"hook mean": 1.01, "hook trimmed_mean f=1": 1.00, "hook robust f=1": 1.15}),
         ("ddp", {"optimizer mean": 1.00, "optimizer robust f=1": None, "horovod": None}),
+        ("fsdp", {"hook mean": 1.01, "hook trimmed_mean f=1": 1.10, "hook robust f=1": 1.15}),
     ],
 )
 def test_goals_of_steps_are_those_of_the_contestant_and_the_engine(
@@ -132,9 +133,10 @@ def test_goals_of_steps_are_those_of_the_contestant_and_the_engine(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"engine": "nccl"}, "engine='nccl' is not one of horovod, ddp"),
+        ({"engine": "nccl"}, "engine='nccl' is not one of horovod, ddp, fsdp"),
         ({"model": "vgg"}, "model='vgg' is not one of resnet18, transformer, mlp"),
         ({"engine": "ddp", "scopes": True}, "scopes=True and trace=None go with engine='horovod'"),
+        ({"engine": "fsdp", "scopes": True}, "go with engine='horovod', not with 'fsdp'"),
         ({"engine": "ddp", "trace": "t.json"}, "trace='t.json' go with engine='horovod'"),
     ],
 )
