@@ -302,27 +302,37 @@ def _robust_steps() -> Made:
     return _origin(*jobs.values()), ["4 ranks, ResNet-18", *jobs, "at most"], body
 
 
-def _against_ddp() -> Made:
-    """Return steps under DDP with our hook, and over Horovod, of plain DDP's in the same round."""
-    jobs = {
-        "mlp-4-gloo": "MLP of 12.6 M, one host",
-        "resnet18-4-gloo": "ResNet-18, one host",
-        "resnet18-4x1-1gbit": "ResNet-18, 4 hosts, 1 Gb/s",
-    }
-    files = [f"step-ddp-{job}.json" for job in jobs]
-    judged = [_record(file)[job.split("-")[0]] for file, job in zip(files, jobs, strict=True)]
-    body = []
-    for name, first in judged[0]["contestants"].items():
-        cells = []
-        for each in judged:
-            found = each["contestants"][name]
-            ms = f"{1000 * found['seconds']:.0f} ms"
-            missed = ", missed" if found.get("verdict") == "missed" else ""
-            cells += [ms if name == "ddp" else f"{_number(found['ratio'])}{missed}"]
-        goal = first.get("goal")
-        body.append([name, *cells, "" if goal is None else _number(goal)])
-    header = ["4 ranks, Gloo", *jobs.values(), "at most"]
-    return _origin(*files), header, body
+def _against(baseline: str, jobs: dict[str, str]) -> Callable[[], Made]:
+    """Return how to tell of steps over those of torch's own in the same round, job by job.
+
+    ``jobs``: what each measured, by the end of its file's name.
+    """
+
+    def made() -> Made:
+        files = [f"step-{baseline}-{job}.json" for job in jobs]
+        judged = [_record(file)[job.split("-")[0]] for file, job in zip(files, jobs, strict=True)]
+        body = []
+        for name, first in judged[0]["contestants"].items():
+            cells = []
+            for each in judged:
+                found = each["contestants"][name]
+                ms = f"{1000 * found['seconds']:.0f} ms"
+                missed = ", missed" if found.get("verdict") == "missed" else ""
+                cells += [ms if name == baseline else f"{_number(found['ratio'])}{missed}"]
+            goal = first.get("goal")
+            body.append([name, *cells, "" if goal is None else _number(goal)])
+        header = ["4 ranks, Gloo", *jobs.values(), "at most"]
+        return _origin(*files), header, body
+
+    return made
+
+
+_DDP_JOBS = {
+    "mlp-4-gloo": "MLP of 12.6 M, one host",
+    "resnet18-4-gloo": "ResNet-18, one host",
+    "resnet18-4x1-1gbit": "ResNet-18, 4 hosts, 1 Gb/s",
+}
+_FSDP_JOBS = {"mlp-4-gloo": "MLP of 12.6 M, one host"}
 
 
 # Links
@@ -518,7 +528,8 @@ TABLES: dict[str, Callable[[], Made]] = {
     "kernels-gpu": _kernels_gpu,
     "on-a-gpu": _on_a_gpu,
     "against-horovod": _against_horovod,
-    "against-ddp": _against_ddp,
+    "against-ddp": _against("ddp", _DDP_JOBS),
+    "against-fsdp": _against("fsdp", _FSDP_JOBS),
     "robust-steps": _robust_steps,
     "momentum": _as_it_is("step-momentum.json"),
     "one-host": _as_it_is("exchanges-one-host.json"),

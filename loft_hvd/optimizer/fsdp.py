@@ -361,12 +361,14 @@ class FSDPHook(NeverCopied):
 
             return register
 
-        model.register_forward_pre_hook(began)
+        # As FSDP2's own hooks: torch.compile leaves them to Python.
+        disable: Any = torch.compiler.disable
+        model.register_forward_pre_hook(disable(began))
         # Equal batches need no look at single gradients; alone, FSDP2 asks for no exchange.
         if isinstance(self._batches, Balancer) or self._channel.world_size == 1:
             for group in self._groups:
                 for module in group.modules:
-                    module.register_forward_pre_hook(gathered(group))
+                    module.register_forward_pre_hook(disable(gathered(group)))
 
     def _forward_began(self) -> None:
         self._is_fresh = True

@@ -252,16 +252,31 @@ def rules(world_size: int) -> None:
                 continue
             for num_passes in (1, 3):
                 check_rule(rule, scope, sizes, dtype, num_passes)
+    # Sums, which FSDP2 divides itself: always of 16 bits, or as a script asks.
+    check_rule(loft.TrimmedMean(1), "shard", sizes, torch.float16, 1)
+    check_rule(loft.TrimmedMean(1), "shard", sizes, torch.float32, 1, divided_by=2.0)
 
 
 def check_rule(
-    rule: loft.Rule, scope: Scope, sizes: tuple[int, ...], dtype: torch.dtype, num_passes: int
+    rule: loft.Rule,
+    scope: Scope,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    num_passes: int,
+    *,
+    divided_by: float | None = None,
 ) -> None:
     what = f"{rule}, {scope}, {dtype}, {num_passes} passes"
     balancer = loft.Balancer(sum(sizes), policy=list(sizes))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     model = shard(make_mlp(), mp_policy=policy)
     loft.fsdp_hook(model, rule, balancer, scope=scope, worker_momentum=0.0)
+    factor = 1.0
+    if divided_by is not None:
+        factor = len(sizes) / divided_by
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(divided_by)
     batch_of = drawn(balancer, sizes)
     rows = own_rows(make_mlp().to(dtype), sizes, num_passes, dtype)
     expected = defined(rule, rows, sizes, is_model=scope == "model")
@@ -274,9 +289,11 @@ def check_rule(
         for parameter, wanted in zip(model.parameters(), expected, strict=True):
             assert isinstance(parameter.grad, DTensor)
             got = parameter.grad.to_local().reshape(-1)
-            wanted = wanted[: len(got)].to(got.dtype)
+            wanted = wanted[: len(got)].to(got.dtype) * factor
             if scope == "model":  # sums over coordinates are of other parts
                 torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, msg=what)
+            elif dtype == torch.float16:  # which holds few of a half's smallest bits
+                torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-6, msg=what)
             else:
                 assert torch.equal(got, wanted), f"{what}: {(got - wanted).abs().max():g}"
 
@@ -308,6 +325,8 @@ def summed(world_size: int) -> None:
         balancer = loft.Balancer(sum(SIZES), policy=list(SIZES))
         model = shard(kind(*make_mlp()), **options)
         loft.fsdp_hook(model, None, balancer)
+        if num_passes == 1:
+            model.compile(backend="eager")
         train_on_loader(model, balancer, num_passes)
         apart = float((whole(model) - whole(alone)).abs().max())
         assert apart <= 1e-6, f"{num_passes} passes, {kind.__name__}, {options}: {apart:g}"
@@ -401,14 +420,6 @@ def averaged(world_size: int) -> None:
 def refused(world_size: int) -> None:
     """Refuse by name what has no rows of all ranks, and options that differ."""
     rank = dist.get_rank()
-    with pytest.raises(ArgumentError, match=r"no module of the model is sharded; call torch's"):
-        loft.fsdp_hook(make_mlp())
-    with pytest.raises(ArgumentTypeError, match=r"rule='median' is of type str"):
-        loft.fsdp_hook(shard(make_mlp()), "median")  # type: ignore[arg-type]  # the point
-    with pytest.raises(ArgumentError, match=r'scope="auto" compares ranks by whole gradients'):
-        loft.fsdp_hook(shard(make_mlp()), loft.Robust(1), scope="auto")
-    with pytest.raises(ArgumentError, match=r"Balancer\(micro_batches=True\) ranks make different"):
-        loft.fsdp_hook(shard(make_mlp()), None, loft.Balancer(8, micro_batches=True, max_batch=2))
     with pytest.raises(MismatchError, match="fsdp_hook: option diagnostics differs on ranks"):
         loft.fsdp_hook(shard(make_mlp()), diagnostics=loft.Suspicion(every=1 + rank))
     halves = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("copies", "shards"))
@@ -428,8 +439,6 @@ def refused(world_size: int) -> None:
     said = r"comes from FullyShardedDataParallel.*balancer\.weigh\(loss\)\.backward\(\) gives exact"
     with pytest.raises(ArgumentTypeError, match=f"fsdp_hook: the model {said}"):
         loft.fsdp_hook(own_fsdp)
-    with pytest.raises(ArgumentTypeError, match=r"comes from DeepSpeedEngine.*balancer\.weigh"):
-        loft.fsdp_hook(DeepSpeedEngine())
 
 
 def sent_bytes() -> int:
@@ -467,10 +476,6 @@ def enter_own_network() -> None:
     if ctypes.CDLL(None, use_errno=True).unshare(0x40000000) != 0:  # CLONE_NEWNET
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-
-
-class DeepSpeedEngine(torch.nn.Module):
-    """Stands for DeepSpeed's, which is told by its name."""
 
 
 JOBS: dict[str, Callable[[int], None]] = {
