@@ -66,6 +66,7 @@ from loft_hvd.pipeline.scatter import ScatterExchanges
 from loft_hvd.pipeline.selection import Scope, check_scope
 from loft_hvd.pipeline.suspicion.judgement import Judgement, Watching
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
+from loft_hvd.pipeline.suspicion.spread import ShardSpreadWatch
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.weights import PassWeights
@@ -271,6 +272,9 @@ class FSDPHook(NeverCopied):
             knows_sizes=False,
             log=batches.log,
         )
+        self._spread: ShardSpreadWatch | None = None
+        if not isinstance(rule, Mean):
+            self._spread = ShardSpreadWatch(channel, [group.numel for group in groups])
         # Of the watches that want a step's results no rank has them whole.
         names = [name for group in groups for name in group.names]
         unknown = [f"a parameter of {group}" for group in groups]
@@ -293,6 +297,7 @@ class FSDPHook(NeverCopied):
         # Of the backward pass that goes on, if its gradients are reduced.
         self._is_reducing = False
         self._results: dict[int, Tensor] = {}  # each group's, by the parameter that it begins with
+        self._shards: dict[int, Tensor] = {}  # the same by group, where no parameter is left out
         self._scales = ScaleCheck(channel)
         tell_of_unscaling(self)
         for group in groups:
@@ -373,7 +378,7 @@ class FSDPHook(NeverCopied):
     def _forward_began(self) -> None:
         self._is_fresh = True
         self._is_reducing = False  # of a backward pass that has failed
-        self._results.clear()
+        self._clear()
 
     def _weigh(self, grad: Tensor) -> Tensor | None:
         """Weigh a gradient that adds up on this rank, or that follows such ones."""
@@ -394,6 +399,10 @@ class FSDPHook(NeverCopied):
             newest = len(self._passes.parts) - 1
             return self._passes.weigh(newest, grad, is_mean=isinstance(self._rule, Mean))
 
+    def _clear(self) -> None:
+        self._results.clear()
+        self._shards.clear()
+
     def _begin_pass(self) -> None:
         self._is_fresh = False
         self._passes.begin(self._passes.num_begun)
@@ -407,7 +416,7 @@ class FSDPHook(NeverCopied):
         try:
             yield
         except BaseException as error:
-            self._results.clear()
+            self._clear()
             self._exchanges.give_up()
             watch_of(self._channel.transport).report(error)
             self._batches.log.write_fault(error)
@@ -434,7 +443,11 @@ class FSDPHook(NeverCopied):
             begins = next(slot.parameter for slot in bucket.slots if slot.offset == 0)
             if self._passes.weights().present[self._channel.rank]:
                 self._judgement.sent(begins, given)
+                if self._spread is not None:
+                    self._spread.sent(group.number, given)
             self._results[begins] = result
+            if given.numel() == group.numel:
+                self._shards[group.number] = result
             if self._is_torchs(group):
                 self._pack(group, bucket, given, given)
                 return theirs()
@@ -525,7 +538,9 @@ class FSDPHook(NeverCopied):
         for at, result in self._results.items():
             results[at] = result
         judgement.gradients_reduced(results, None)
-        self._results.clear()
+        if self._spread is not None and (found := self._spread.step_reduced(self._shards)):
+            judgement.ranks_compared(found)
+        self._clear()
 
     def _end_step(self) -> None:
         num_passes = len(self._passes.batches())

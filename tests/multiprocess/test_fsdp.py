@@ -40,3 +40,19 @@ def test_sharded_ranks(whats: str, num_ranks: int, tmp_path: Path) -> None:
     done = launch(1, [JOB, whats, str(num_ranks), str(tmp_path)], launcher="none", timeout_s=180)
     done.succeeded(num_ranks)
     assert "ranks meet in the backward pass" not in done.output, done.output[-6000:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("kill", r"rank 1 .*has ended without a word"),
+        ("freeze", r"rank 1 .* is frozen"),
+        ("raise", r"rank 1 .*has failed: RuntimeError: rank 1"),
+    ],
+)
+def test_a_rank_that_fails_while_others_wait_inside_fsdp2_is_named(
+    what: str, says: str, tmp_path: Path
+) -> None:
+    done = launch(1, [JOB, what, "3", str(tmp_path)], launcher="none", timeout_s=60)
+    done.failed(says, within_s=20.0)

@@ -13,6 +13,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd.pipeline.suspicion.spread import (
     WARN_ABOVE,
+    ShardSpreadWatch,
     Spread,
     SpreadWatch,
     lasting_differences,
@@ -256,6 +257,36 @@ def test_a_pass_that_failed_leaves_nothing_behind() -> None:
     for found in run_ranks(4, watch):
         assert found is not None
         assert 0.8 < found.usual < 1.3
+
+
+def test_results_in_shards_show_what_whole_ones_do() -> None:
+    layout = [4 * 90, 4 * 7, 4]
+
+    def watch(transport: LocalTransport) -> list[Spread | None]:
+        channel = Channel(transport, "test", 10)
+        whole = SpreadWatch(channel.sub("whole"), layout)
+        parted = ShardSpreadWatch(channel.sub("parted"), layout)
+        random = torch.Generator().manual_seed(transport.rank)
+        own = [torch.randn(numel, generator=random) for numel in layout]
+        found: list[Spread | None] = [None, None]
+        for step in range(NUM_STEPS):
+            common = torch.Generator().manual_seed(1000 + step)
+            results = [torch.randn(numel, generator=common) for numel in layout]
+            for at, numel in enumerate(layout):
+                values = torch.randn(numel, generator=random) + own[at]
+                whole.sent(at, values)
+                parted.sent(at, values)
+            shards = {at: each.view(4, -1)[transport.rank] for at, each in enumerate(results)}
+            if step == 7:  # counted, and not noted
+                shards.pop(1)
+            given = [each if at in shards else None for at, each in enumerate(results)]
+            found = [whole.step_reduced(given), parted.step_reduced(shards)]
+        return found
+
+    for one, other in run_ranks(4, watch):
+        assert one is not None
+        assert one == other
+        assert 0.5 < one.usual < 2.0
 
 
 def test_a_ddp_hook_and_an_optimizer_find_the_same_figure_for_the_same_gradients(

@@ -311,12 +311,16 @@ class Judgement:
             own, self._own = self._own, [None] * len(self._own)
             self._zeroed.step_reduced(own, reduced)
         if self._spread is not None and (found := self._spread.step_reduced(reduced)) is not None:
-            self._log.write("spread", **asdict(found))
-            self.watch.ranks_compared(are_apart=found.usual > WARN_ABOVE)
+            self.ranks_compared(found)
         self._write_standing()
         if found is not None:
             self._judge_by(found)
         return self.is_model != before
+
+    def ranks_compared(self, found: Spread) -> None:
+        """Take how far ranks' gradients are apart in the long run; every rank calls it alike."""
+        self._log.write("spread", **asdict(found))
+        self.watch.ranks_compared(are_apart=found.usual > WARN_ABOVE)
 
     def _judge_by(self, found: Spread) -> None:
         """Take the scope that suits ranks so far apart, if that is left to us."""

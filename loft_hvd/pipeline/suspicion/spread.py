@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,7 @@ __all__ = [
     "COMPARED_AFTER",
     "JUDGE_IN_SHARDS_BELOW",
     "WARN_ABOVE",
+    "ShardSpreadWatch",
     "Spread",
     "SpreadWatch",
     "lasting_differences",
@@ -153,11 +154,19 @@ class SpreadWatch:
         """
         if self.has_ended:
             return None
+        return self.step_looked([self._look(at, values) for at, values in enumerate(reduced)])
+
+    @property
+    def places(self) -> Sequence[Tensor]:
+        """The coordinates of each parameter that are looked at, ascending."""
+        return self._places
+
+    def step_looked(self, looked: Sequence[Tensor | None]) -> Spread | None:
+        """Note a step, as ``step_reduced``, given the results at ``places``, float64."""
         own, self._own = self._own, [None] * len(self._layout)
-        looked = [self._look(at, values) for at, values in enumerate(reduced)]
         pairs = [(a, b) for a, b in zip(own, looked, strict=True) if not (a is None or b is None)]
         if len(pairs) == len(own):
-            self._note(torch.cat([(a - b).cpu() for a, b in pairs]).numpy())
+            self._note(torch.cat([(a - b.to(a.device)).cpu() for a, b in pairs]).numpy())
         self._num_steps += 1
         return None if self._num_steps < COMPARED_AFTER else self._compare()
 
@@ -196,6 +205,41 @@ class SpreadWatch:
                 ", ".join(f"{ratio:.2f}" for ratio in found.ratios),
             )
         return found
+
+
+class ShardSpreadWatch:
+    """A ``SpreadWatch`` where each rank keeps its own shard of results, and nobody all of them.
+
+    Results at the coordinates that are looked at travel to all: in each of the steps that are noted
+    an all-gather of 4 kB a rank. ``layout`` is the numel of each bucket, [world_size * shard].
+    """
+
+    def __init__(self, channel: Channel, layout: Sequence[int]) -> None:
+        self._watch = SpreadWatch(channel, layout)
+        self._channel = channel.sub("looked")
+        pairs = zip(self._watch.places, layout, strict=True)
+        self._owners = [places // max(1, numel // channel.world_size) for places, numel in pairs]
+
+    def sent(self, at: int, values: Tensor) -> None:
+        """Note what this rank sends of bucket ``at``, [world_size * shard]."""
+        self._watch.sent(at, values)
+
+    def step_reduced(self, shards: Mapping[int, Tensor]) -> Spread | None:
+        """Note a step, given this rank's shards of results; after the last one, compare ranks."""
+        if self._watch.has_ended:
+            return None
+        parts = [torch.zeros(len(owners), dtype=torch.float64) for owners in self._owners]
+        rank = self._channel.rank
+        for at, shard in shards.items():
+            is_own = self._owners[at] == rank
+            places = self._watch.places[at].cpu()[is_own] - rank * len(shard)
+            parts[at][is_own] = shard.detach()[places.to(shard.device)].to("cpu", torch.float64)
+        rows = self._channel.allgather_rows(torch.cat(parts))  # [world_size, looked at]
+        found = rows.gather(0, torch.cat(self._owners).unsqueeze(0))[0]
+        looked = found.split([len(owners) for owners in self._owners])
+        return self._watch.step_looked(
+            [part if at in shards else None for at, part in enumerate(looked)]
+        )
 
 
 def looked_at(numel: int, total: int) -> Tensor:

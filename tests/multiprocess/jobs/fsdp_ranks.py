@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -380,6 +382,16 @@ def watched(world_size: int) -> None:
     assert [worker.ranks for worker in report.workers] == [(r,) for r in range(world_size)]
     held = [each.ranks for each in report.workers if each.in_quarantine_until is not None]
     assert held == [(2,)], report
+    assert not report.limits
+    model = shard(make_mlp())  # ranks draw from different data: nobody is named for a distance
+    hook = loft.fsdp_hook(model, loft.TrimmedMean(1))
+
+    def shifted(step: int) -> Batch:
+        x, y = own_batch(step, sizes, rank)
+        return x, y + 5 * rank
+
+    train(model, shifted, num_steps=NUM_STEPS + 1)
+    assert "ranks draw from different data" in hook.report().limits, hook.report()
     model = shard(make_mlp())
     hook = loft.fsdp_hook(model)
     spoil = SPOILT["nan"] if rank == 1 else honest
@@ -478,6 +490,23 @@ def enter_own_network() -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 
 
+def fail(what: str) -> Callable[[int], None]:
+    """Return a job in which rank 1 fails, while the others wait for it inside FSDP2."""
+
+    def run(world_size: int) -> None:
+        model, rank = shard(make_mlp()), dist.get_rank()
+        loft.fsdp_hook(model, loft.Median())
+        train(model, lambda step: own_batch(step, (3,) * world_size, rank), num_steps=3)
+        if rank == 1:
+            print(f"fault at {time.time()}", flush=True)
+            if what == "raise":
+                raise RuntimeError("rank 1 raises")
+            os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        train(model, lambda step: own_batch(step, (3,) * world_size, rank), num_steps=3)
+
+    return run
+
+
 JOBS: dict[str, Callable[[int], None]] = {
     "exact": exact,
     "attacked": attacked,
@@ -488,6 +517,9 @@ JOBS: dict[str, Callable[[int], None]] = {
     "summed": summed,
     "watched": watched,
     "wire": wire,
+    "raise": fail("raise"),
+    "kill": fail("kill"),
+    "freeze": fail("freeze"),
 }
 
 
