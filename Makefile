@@ -1,6 +1,7 @@
 # `make demo` and `make test` do all the set-up they need. Variables:
 #   PYTHON=python3.12      interpreter of .venv (default: python3, else the first of 3.13 to 3.10)
 #   VENV=active            use the active environment and its torch and Horovod, make no .venv
+#   ENGINE=torch           the demo under torchrun: no Horovod is built (default: horovod)
 #   LOFT_HVD_CACHE=folder  where Horovod's wheel is kept (default ~/.cache/loft_hvd)
 #   LOFT_HVD_LEVELS=...    instruction sets of the kernels: native (this machine's best and the
 #                          baseline, the default) or all (the tests' default)
@@ -11,7 +12,7 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 .PHONY: help setup setup-all demo test test-all lint format unit multiprocess unit-all multiprocess-all whole wheel pythons clean
 
-export PYTHON VENV
+export PYTHON VENV ENGINE
 # Where it is set, as in many containers, every rank compiles 500 modules of torch anew: 5 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 # Any Python 3.8+ can run the set-up, which then chooses the one for .venv.
@@ -37,6 +38,9 @@ SPREAD := -n auto --maxprocesses=8 --dist worksteal
 # A test beyond all its limits, deaf in a call of C: its process shows where it is and makes way.
 DEAF := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
+# How the demo is launched; torchrun says before each line which rank it is of.
+DEMO := $(if $(filter torch,$(ENGINE)),$(BIN)/torchrun --standalone --nproc-per-node 4 --tee 3,$(BIN)/horovodrun -np 4 --gloo $(PY))
+
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
 
@@ -50,7 +54,7 @@ setup-all:  # the same with the kernels of every instruction set, which the test
 	@export LOFT_HVD_LEVELS="$${LOFT_HVD_LEVELS:-all}"; $(SET_UP)
 
 demo: setup  ## train over unequal ranks with a faulty worker: 4 ranks, a table, runs/demo/
-	@$(RANKS) $(PY) -m scripts.plain $(BIN)/horovodrun -np 4 --gloo $(PY) examples/demo.py $(ARGS)
+	@$(RANKS) $(PY) -m scripts.plain $(DEMO) examples/demo.py $(ARGS)
 
 # setup-all comes first: lint alone is content with less, and would have it built in two goes.
 test: setup-all lint unit multiprocess  ## linters, unit and multi-process tests

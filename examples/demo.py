@@ -1,6 +1,7 @@
 """Four unequal ranks, one of them sending garbage: {mean, trimmed mean} x {equal, fitted sizes}.
 
     horovodrun -np 4 --gloo python examples/demo.py
+    torchrun --nproc-per-node 4 examples/demo.py    # without Horovod
 
 Rank 2 does every forward and backward pass three times. Rank 3 sends its gradients sign-flipped
 and ten times as long. The training itself is `examples/digits.py`. Writes to `runs/demo`:
@@ -19,10 +20,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import digits
-import horovod.torch as hvd
+import demo_engine as engine
 import torch
 from demo_report import Progress, Warnings, plot, print_table
+from digits_task import Digits, accuracy
 
 import loft_hvd as loft
 
@@ -58,19 +59,19 @@ class Row:
 
 def slowdown() -> int:
     """Return how many times this rank does its work."""
-    return SLOWDOWN if hvd.rank() == SLOW_RANK else 1
+    return SLOWDOWN if engine.rank() == SLOW_RANK else 1
 
 
-def fit_sizes(data: digits.Digits) -> list[int]:
+def fit_sizes(data: Digits) -> list[int]:
     """Time some steps at equal sizes and return the sizes that take every rank the same time."""
     balancer = loft.Balancer(GLOBAL_BATCH_SIZE, policy="report", interval=NUM_TIMED)
     steps_per_epoch = -(-len(data.train) // GLOBAL_BATCH_SIZE)
     epochs = -(-2 * NUM_TIMED // steps_per_epoch)
     progress = Progress("timing at equal sizes", epochs * steps_per_epoch)
-    training = digits.Training(data, rule=loft.Mean(), balancer=balancer, slowdown=slowdown())
+    training = engine.Training(data, rule=loft.Mean(), balancer=balancer, slowdown=slowdown())
     for epoch in range(epochs):
         training.run_epoch(epoch, progress.advance)
-    if hvd.rank() == 0:
+    if engine.rank() == 0:
         print(balancer.explain(), flush=True)
     return list(balancer.suggest_sizes())
 
@@ -78,7 +79,7 @@ def fit_sizes(data: digits.Digits) -> list[int]:
 def is_identical(model: torch.nn.Module) -> bool:
     """Say whether every rank holds the same bits."""
     weights = torch.cat([value.flatten() for value in model.state_dict().values()])
-    everyone = hvd.allgather(weights.view(torch.int32).unsqueeze(0))  # [world_size, numel]
+    everyone = engine.gather(weights.view(torch.int32))  # [world_size, numel]
     return bool((everyone == everyone[0]).all())
 
 
@@ -92,18 +93,16 @@ class Run:
         policy: what the balancer is told.
     """
 
-    def __init__(
-        self, data: digits.Digits, rule: loft.Rule, sizes: str, policy: str | list[int]
-    ) -> None:
+    def __init__(self, data: Digits, rule: loft.Rule, sizes: str, policy: str | list[int]) -> None:
         self.label = f"{rule.name}, {sizes}"
         self.step_s: list[float] = []
         self._wall_s = 0.0
         self._data, self._rule, self._sizes = data, rule, sizes
         self._balancer = loft.Balancer(GLOBAL_BATCH_SIZE, policy=policy)
-        self._training = digits.Training(
+        self._training = engine.Training(
             data, rule=rule, balancer=self._balancer, slowdown=slowdown()
         )
-        if hvd.size() > FAULTY_RANK:
+        if engine.world_size() > FAULTY_RANK:
             loft.attacks.attach(self._training.optimizer, FAULT, ranks=[FAULTY_RANK])
 
     def run_epoch(self, epoch: int, progress: Progress) -> None:
@@ -122,13 +121,13 @@ class Run:
     def finish(self, out: Path) -> Row:
         """Save this rank's weights and return the result."""
         model = self._training.model
-        file = f"{self._rule.name}-{self._sizes}-rank{hvd.rank()}.pt"
+        file = f"{self._rule.name}-{self._sizes}-rank{engine.rank()}.pt"
         torch.save(model.state_dict(), out / file)
         return Row(
             rule=self._rule.name,
             sizes=self._sizes,
             local_batch_sizes=list(self._balancer.plan.sizes),
-            test_accuracy=digits.accuracy(model, self._data.test),
+            test_accuracy=accuracy(model, self._data.test),
             step_s=statistics.median(self.step_s),
             wall_s=self._wall_s,
             identical=is_identical(model),
@@ -154,12 +153,12 @@ def parse_options() -> Options:
 def main() -> None:
     """Run all four, print a table, write summary and plot."""
     options = parse_options()
-    hvd.init()
+    engine.start()
     torch.set_num_threads(1)  # four ranks share this machine's cores
     warnings = Warnings()
     logging.getLogger("loft_hvd").addHandler(warnings)
     options.out.mkdir(parents=True, exist_ok=True)
-    data = digits.Digits.load()
+    data = Digits.load()
     with warnings.of_run("timing at equal sizes"):
         fitted = fit_sizes(data)
     steps_per_epoch = -(-len(data.train) // GLOBAL_BATCH_SIZE)
@@ -174,11 +173,12 @@ def main() -> None:
         runs += pair
     rows = [one.finish(options.out) for one in runs]
     step_s = {one.label: one.step_s for one in runs}
-    if hvd.rank() == 0:
+    if engine.rank() == 0:
         summary = [asdict(row) for row in rows]
         (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         plot(step_s, summary, options.out / "steps.png")
         print_table(summary, options.out)
+    engine.end()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
+import demo_engine as engine
 import matplotlib as mpl
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +39,7 @@ class Progress:
         """Count a step."""
         self._done += 1
         tenth = self._done * 10 // self._num_steps
-        if hvd.rank() != 0 or tenth == (self._done - 1) * 10 // self._num_steps:
+        if engine.rank() != 0 or tenth == (self._done - 1) * 10 // self._num_steps:
             return
         filled = self._done * WIDTH // self._num_steps
         rate_ms = 1e3 * (time.monotonic() - self._began) / self._done

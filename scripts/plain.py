@@ -1,8 +1,9 @@
 """``python -m scripts.plain COMMAND...``: run a launcher and print what its ranks print, plainly.
 
-horovodrun puts ``[1]<stdout>:`` before each line of each rank, and a warning that concerns all
-ranks appears once for each. Here the rank is left out, and a line of standard error that another
-rank has printed is not printed again. Standard library only.
+horovodrun puts ``[1]<stdout>:`` before each line of each rank, torchrun ``[default1]:``, and a
+warning that concerns all ranks appears once for each. Here the rank is left out, and a line of
+standard error that another rank has printed is not printed again; torchrun does not tell it from
+standard output. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["main", "plain_lines"]
 
-_PREFIX = re.compile(r"^\[(?P<rank>[^\]]*)\]<(?P<stream>stdout|stderr)>:")
+_PREFIX = re.compile(
+    r"^\[(?:(?P<rank>[^\]]*)\]<(?P<stream>stdout|stderr)>|default(?P<local>\d+)\]):"
+)
 
 
 def plain_lines(lines: Iterable[str]) -> Iterator[str]:
@@ -29,8 +32,9 @@ def plain_lines(lines: Iterable[str]) -> Iterator[str]:
             yield line
             continue
         text = line[prefix.end() :]
-        is_warning = prefix["stream"] == "stderr" and text.strip() != ""
-        if not is_warning or first_rank.setdefault(text, prefix["rank"]) == prefix["rank"]:
+        rank = prefix["rank"] or prefix["local"]
+        is_warning = prefix["stream"] != "stdout" and text.strip() != ""
+        if not is_warning or first_rank.setdefault(text, rank) == rank:
             yield text
 
 

@@ -2,7 +2,8 @@
 
 Variables: ``PYTHON`` names the interpreter, ``VENV=active`` uses the active environment, ``CXX``
 the compiler, ``LOFT_HVD_CACHE`` the folder of the wheels (default ``~/.cache/loft_hvd``),
-``LOFT_HVD_LEVELS`` the instruction sets of the extension (see setup.py).
+``LOFT_HVD_LEVELS`` the instruction sets of the extension (see setup.py), ``ENGINE=torch`` leaves
+Horovod out.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def _set_up(root: Path, environ: Mapping[str, str]) -> None:
     beside everything else, where there is memory for it, and fills the cores while pip downloads,
     while CMake looks around and while Horovod's longest file is compiled alone.
     """
+    _wants_horovod(environ)  # or an error, before anything is built
     compiler = find_compiler(environ)
     problems = compiler_problems(compiler)
     if problems or compiler is None:
@@ -97,9 +99,20 @@ def _set_up(root: Path, environ: Mapping[str, str]) -> None:
                 extension.finish(environment)
             facts = install(environment, requirements, facts=facts, files=PIN_FILES, runner=runner)
             extension.check()  # an error in our own C++ need not wait for Horovod's minutes
-            _add_horovod(root, environ, environment, facts=facts, compiler=compiler, runner=runner)
+            if _wants_horovod(environ):
+                _add_horovod(
+                    root, environ, environment, facts=facts, compiler=compiler, runner=runner
+                )
             if has_room_for_two_builds():
                 extension.finish(environment)
+
+
+def _wants_horovod(environ: Mapping[str, str]) -> bool:
+    """Say whether Horovod is to be there too."""
+    engine = environ.get("ENGINE", "")
+    if engine not in ("", "horovod", "torch"):
+        raise SetupError(f"ENGINE={engine!r}: it takes 'horovod' (the default) or 'torch'")
+    return engine != "torch"
 
 
 def _add_horovod(

@@ -17,7 +17,7 @@ from tests.support.launch import ROOT, launch
 
 sys.path.insert(0, str(ROOT / "examples"))
 import demo_report
-import digits
+import digits_task
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
@@ -54,9 +54,9 @@ def test_summary_says_what_the_saved_weights_do(
 ) -> None:
     row = rows[rule, sizes]
     saved = weights_of(folder, rule, sizes)
-    model = digits.make_model()
+    model = digits_task.make_model()
     model.load_state_dict(saved[0])
-    images, labels = digits.Digits.load().test.tensors
+    images, labels = digits_task.Digits.load().test.tensors
     with torch.no_grad():
         right = (model(images).argmax(dim=1) == labels).sum().item()
     assert row["test_accuracy"] == pytest.approx(right / len(labels), abs=1e-6)
@@ -123,3 +123,12 @@ def test_the_same_script_runs_alone_and_under_mpirun(
     done = launch(num_ranks, arguments, launcher=launcher, timeout_s=200)
     done.succeeded()
     assert len(json.loads((tmp_path / "summary.json").read_text())) == 4
+
+
+def test_torchrun_runs_it_without_horovod(tmp_path: Path) -> None:
+    arguments = ["examples/demo.py", "--epochs", "1", "--out", str(tmp_path)]
+    done = launch(4, arguments, launcher="torchrun", timeout_s=200)
+    done.succeeded()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [row["identical"] for row in summary] == [True] * 4
+    assert sum(summary[-1]["local_batch_sizes"]) == 256

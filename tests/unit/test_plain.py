@@ -26,6 +26,12 @@ def test_result_of_several_ranks_and_repetition_of_one_rank_stay() -> None:
     assert list(plain_lines(traceback)) == ["  in f\n", "\n", "  in f\n"]
 
 
+def test_torchruns_prefixes_go_too() -> None:
+    lines = ["[default0]:  a table\n", "[default0]:UserWarning: why\n"]
+    lines += [f"[default{rank}]:UserWarning: why\n" for rank in (1, 2)]
+    assert list(plain_lines(lines)) == ["  a table\n", "UserWarning: why\n"]
+
+
 def test_exit_status_is_the_commands(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import sys; print('[0]<stdout>:text'); sys.exit(3)"
     assert main([sys.executable, "-c", code]) == 3
