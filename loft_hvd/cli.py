@@ -178,6 +178,24 @@ def _compare(num_clusters: int, *, seed: int, json_file: str | None) -> int:
     return 0
 
 
+def _inventory(*, from_slurm: bool, out: str | None, timeout_s: float) -> None:
+    """Print the machines that are there as a file for ``plan``; of several ranks, rank 0 does."""
+    from loft_hvd.fleet.inventory import cluster_text, launched_hosts, slurm_hosts
+
+    if from_slurm:
+        rank, hosts, source = 0, slurm_hosts(), "Slurm"
+    else:
+        rank, hosts = launched_hosts(timeout_s=timeout_s)
+        source = f"the ranks of a launcher on {len(hosts)} hosts"
+    if rank != 0:
+        return
+    text = cluster_text(hosts, source=source)
+    if out is None:
+        print(text, end="", flush=True)
+    else:
+        _write("--out", out, text)
+
+
 @dataclasses.dataclass(frozen=True)
 class _PlanFiles:
     """What ``plan`` is to read and write beside its two files."""
@@ -533,6 +551,40 @@ def build_app() -> typer.Typer:
             raise typer.Exit(_compare(clusters, seed=seed, json_file=json_file))
         raise typer.Exit(_simulate(scenario, json_file=json_file, plot_file=plot_file))
 
+    arguments_argument = typer.Argument(None, metavar="ARGUMENTS", help="What it is given.")
+
+    @app.command(
+        "check", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+    )
+    def _check_command(
+        script: str = typer.Argument(..., help="A training script for Horovod."),
+        arguments: list[str] = arguments_argument,
+        num_ranks: int = typer.Option(2, "-np", "--ranks", min=2, help="Ranks on this machine."),
+        seconds: float = typer.Option(60.0, min=1.0, help="How long it works, once started."),
+    ) -> None:
+        """Run a script for a minute and say what its conversion forgot, with line and mend."""
+        code = _check(script, arguments or (), num_ranks=num_ranks, seconds=seconds)
+        raise typer.Exit(code)
+
+    _add_report_commands(app)
+    _add_fleet_commands(app)
+    app.add_typer(_bench_app(), name="bench")
+    return app
+
+
+def _add_fleet_commands(app: typer.Typer) -> None:
+    """Add what looks at a cluster: its machines, and where a job should run."""
+    import typer
+
+    @app.command("inventory")
+    def _inventory_command(
+        slurm: bool = typer.Option(False, "--slurm", help="Ask Slurm, not the launcher's ranks."),
+        out: str = typer.Option(None, metavar="FILE", help="Write it there."),
+        timeout_s: float = typer.Option(120.0, min=1.0, help="Longest run in seconds."),
+    ) -> None:
+        """Write the machines that are there, as the first file of `plan`; under a launcher."""
+        _inventory(from_slurm=slurm, out=out, timeout_s=timeout_s)
+
     @app.command("plan")
     def _plan_command(
         cluster: str = typer.Argument(..., help="The machines, a TOML file (docs/plan.md)."),
@@ -557,25 +609,6 @@ def build_app() -> typer.Typer:
         """Say which hosts a job should take, with what sizes, and what each host is worth."""
         files = _PlanFiles(json_file, sizes, emit, image, check)
         _plan(cluster, jobs, job, files, tries=simulate, assume=assume)
-
-    arguments_argument = typer.Argument(None, metavar="ARGUMENTS", help="What it is given.")
-
-    @app.command(
-        "check", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-    )
-    def _check_command(
-        script: str = typer.Argument(..., help="A training script for Horovod."),
-        arguments: list[str] = arguments_argument,
-        num_ranks: int = typer.Option(2, "-np", "--ranks", min=2, help="Ranks on this machine."),
-        seconds: float = typer.Option(60.0, min=1.0, help="How long it works, once started."),
-    ) -> None:
-        """Run a script for a minute and say what its conversion forgot, with line and mend."""
-        code = _check(script, arguments or (), num_ranks=num_ranks, seconds=seconds)
-        raise typer.Exit(code)
-
-    _add_report_commands(app)
-    app.add_typer(_bench_app(), name="bench")
-    return app
 
 
 def _add_report_commands(app: typer.Typer) -> None:

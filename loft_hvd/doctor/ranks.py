@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,16 +46,18 @@ __all__ = [
     "gather_facts",
     "judge",
     "look_here",
+    "run_launched",
     "to_json",
 ]
 
+_Result = TypeVar("_Result")
 _STEM = "loft_hvd.doctor.ranks"
 _MOST_BYTES = 64 * 1024  # of what one rank says; it is about 1 KiB, more where there are many CPUs
 _CLOCK_ROUNDS = 20  # a choice: Horovod takes some 2 ms a round, and one quick round is enough
 _CLOCK_S = 0.1  # a choice: what is off by more is seen in traces, and file times mislead
 _SHOWN_HOSTS = 32  # a choice: more than that are counted, not listed
 # Settings that each rank may have for itself; all others are compared in a job's first step, too.
-_OWN_SETTINGS = ("threads", "isa", "log_dir", "trace_file")
+_OWN_SETTINGS = ("threads", "isa", "log_dir", "first_sizes", "trace_file")
 _INSTALL = (
     "install the same on every host: one wheel, or one environment on a shared folder "
     "(docs/recipes.md)"
@@ -395,8 +398,27 @@ def compare(
 def compare_launched(*, timeout_s: float) -> RankComparison:
     """Start the engine of the launcher that has started this process, and compare its ranks.
 
+    As ``run_launched``.
+    """
+
+    def work(transport: Transport, engine: str) -> RankComparison:
+        return compare(transport, look_here(), engine=engine, timeout_s=timeout_s)
+
+    return run_launched(work, what="doctor --ranks", timeout_s=timeout_s)
+
+
+def run_launched(
+    work: Callable[[Transport, str], _Result], *, what: str, timeout_s: float
+) -> _Result:
+    """Start the engine of the launcher that has started this process, and work with its ranks.
+
     Where that takes longer than the limit, the process says where it stands and ends with status 1:
     an engine that waits for a rank inside its own library can be left in no other way.
+
+    Args:
+        work: is given the ranks, and what moves their values; every rank does it alike.
+        what: the command that does so, for errors.
+        timeout_s: longest wait for all of it.
 
     Raises:
         UsageError: no launcher has started this as one of several ranks, or the engine has found
@@ -405,35 +427,33 @@ def compare_launched(*, timeout_s: float) -> RankComparison:
     started = config().ranks
     if started < 2:
         raise UsageError(
-            "doctor --ranks compares ranks, but no launcher has told this process that it is one "
-            "of several; start it as your script: mpirun -np 4 loft-hvd doctor --ranks, or with "
+            f"{what} asks all ranks, but no launcher has told this process that it is one of "
+            f"several; start it as your script: mpirun -np 4 loft-hvd {what}, or with "
             "horovodrun, srun --mpi=pmix, or torchrun --no-python"
         )
-    stages = ["looking at this host"]
-    results: list[RankComparison] = []
+    stages = ["starting the engine"]
+    results: list[_Result] = []
     errors: list[BaseException] = []
 
-    def work() -> None:
+    def start() -> None:
         try:
-            own = look_here()
-            stages.append("starting the engine")
             transport, engine, stop = _start_engine(timeout_s)
             if transport.world_size != started:
                 raise UsageError(_too_few(started, transport.world_size, engine))
             stages.append("comparing with the other ranks")
-            results.append(compare(transport, own, engine=engine, timeout_s=timeout_s))
+            results.append(work(transport, engine))
             stages.append("shutting the engine down")
             stop()
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work, name="loft-doctor-ranks", daemon=True)
+    thread = threading.Thread(target=start, name="loft-launched", daemon=True)
     thread.start()
     thread.join(timeout_s)
     here = socket.gethostname()
     if thread.is_alive():
         text = (
-            f"loft-hvd: on {here}: doctor --ranks was not done after {timeout_s:g} s; this rank "
+            f"loft-hvd: on {here}: {what} was not done after {timeout_s:g} s; this rank "
             f"was {stages[-1]}, and others have not come as far. Look for their own lines, or run "
             "`loft-hvd doctor` on each host; --timeout-s gives more time\n"
         )

@@ -197,6 +197,7 @@ _LAYERS = {
     "simulate/plots.py": 6,
     "simulate/compare.py": 7,
     "fleet/__init__.py": 0,
+    "fleet/inventory.py": 8,
     "fleet/jobs.py": 8,
     "fleet/parse.py": 8,
     "fleet/rate.py": 8,
