@@ -24,11 +24,13 @@ __all__ = ["DataSet", "DeviceModel", "Fleet", "Host", "Job", "JobList", "Rack", 
 
 # Limits of what one machine can work out, and of numbers whose products stay finite.
 _MOST_HOSTS, _MOST_JOBS, _MOST_RANKS = 1000, 1000, 4096
+_INEXACT = 0.01  # of a data set: bytes are written with few digits
 Rate = Annotated[float, Within(1.0, 1e15)]  # bytes a second
 Bytes = Annotated[float, Within(0.0, 1e18)]
 Seconds = Annotated[float, Within(0.0, 1e6)]
 Share = Annotated[float, Within(0.0, 1.0)]
 Samples = Annotated[int, Within(1, 1e12)]
+Batch = Annotated[int, Within(1, 1e7)]
 
 # RFC 1123: names of hosts are labels with dots between them. They enter shells and manifests.
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
@@ -100,12 +102,11 @@ class DataSet:
     source_bytes_per_s: Rate | None = None
 
     def __post_init__(self) -> None:
-        partial = [share for share in map(self.share, self.homes) if share < 1.0]
-        if sum(partial) > 1.0 + 1e-6:
+        if self._parts > 1.0 + _INEXACT:
             raise ArgumentError(
-                f"homes hold {sum(partial):.3g} times the {self.num_bytes:.3g} bytes of the data "
-                "in parts; parts must not overlap, and a copy must be whole: give a host all "
-                "bytes or a part that no other host has"
+                f"homes hold {self._parts:.2f} times the {self.num_bytes:.4g} bytes of the data in "
+                "parts; parts must not overlap, and a copy must be whole: give a host all bytes, "
+                "or a part that no other host has"
             )
 
     @property
@@ -113,10 +114,16 @@ class DataSet:
         """Of all samples."""
         return self.num_samples * self.sample_bytes
 
+    @functools.cached_property
+    def _parts(self) -> float:
+        """The share of the data that hosts hold who do not hold all."""
+        shares = [held / self.num_bytes for held in self.homes.values()]
+        return sum(share for share in shares if share < 1.0 - _INEXACT)
+
     def share(self, host: str) -> float:
         """Return the share of the samples that a host holds; 1 for a whole copy."""
         share = self.homes.get(host, 0.0) / self.num_bytes
-        return 1.0 if share > 1.0 - 1e-6 else share
+        return 1.0 if share >= 1.0 - _INEXACT else share / max(self._parts, 1.0)
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,7 @@ class DeviceModel:
     overlap: Share = 0.0  # of the shorter of fetch and compute that is hidden
     noise: Share = 0.0  # relative standard deviation of each fetch and compute
     skew: Annotated[float, Within(0.0, 3.0)] = 0.0  # of single steps, as ``typical_longest`` has it
-    max_batch: Samples | None = None  # what its memory holds
+    max_batch: Batch | None = None  # what its memory holds
 
     @property
     def plateau_s(self) -> float:
@@ -191,7 +198,7 @@ class Job:
     name: str
     command: list[str]
     model_bytes: Annotated[float, Within(4.0, 1e13)]  # of all gradients in float32
-    global_batch_size: Samples
+    global_batch_size: Batch
     models: dict[str, DeviceModel] = field(default_factory=dict)
     logs: list[str] = field(default_factory=list)  # run logs that have models of other classes
     steps: Samples | None = None
@@ -206,7 +213,7 @@ class Job:
     elastic: bool = False
     store: bool = False  # a sample store keeps what ranks have read, in their hosts' budgets
     hidden_share: Share = 0.0  # of the exchange that backward passes hide, as measured
-    min_batch: Samples = MIN_BATCH
+    min_batch: Batch = MIN_BATCH
     min_workers: Annotated[int, Within(1, _MOST_RANKS)] = 1
     max_workers: Annotated[int, Within(1, _MOST_RANKS)] = _MOST_RANKS
     needs: WorkerNeeds = field(default_factory=WorkerNeeds)

@@ -22,7 +22,8 @@ from loft_hvd.balance.latency import typical_longest
 from loft_hvd.codec import decode
 from loft_hvd.errors import PlanError
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Job
-from loft_hvd.fleet.rate import HostRanks, Layout, exchange, typical_unit
+from loft_hvd.fleet.rate import typical_unit
+from loft_hvd.fleet.traffic import HostRanks, Layout, exchange
 from loft_hvd.runlog import newest_log, read_run_log
 
 __all__ = ["LoggedRun", "Origin", "layout_of", "read_log", "usual_longest", "with_logs"]

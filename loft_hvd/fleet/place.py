@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from loft_hvd.errors import PlanError
 from loft_hvd.fleet.jobs import Fleet, Host, Job
-from loft_hvd.fleet.rate import HostRanks, Layout, Prediction, predict, rough_s
+from loft_hvd.fleet.rate import Prediction, predict, rough_s
+from loft_hvd.fleet.traffic import HostRanks, Layout
 
 __all__ = ["Choice", "Worth", "choose_hosts", "show_rate"]
 
@@ -80,7 +81,7 @@ def choose_hosts(fleet: Fleet, job: Job) -> Choice:
     if not found:
         raise PlanError(_say_no_room(job, offers, left_out))
     best, *others = found
-    worths = _Worths(fleet, job, offers, best)
+    worths = _Worths(fleet, job, offers, best, kinds=search.kinds)
     return Choice(best, tuple(others[:_OTHERS]), worths.all(), left_out)
 
 
@@ -135,7 +136,7 @@ class _Search:
         self._fleet, self._job, self._offers = fleet, job, offers
         self._tried: dict[tuple[str, _State], float] = {}
         self._tries_left = 0
-        self._kinds = [self._kind(offer) for offer in offers]
+        self.kinds = [self._kind(offer) for offer in offers]
 
     def _kind(self, offer: _HostOffer) -> tuple[str, float]:
         """Return what two hosts have in common that are as good as each other."""
@@ -242,7 +243,7 @@ class _Search:
         first = dict[tuple[tuple[str, float], int], int]()
         for at, count in enumerate(state):
             if most[at]:
-                first.setdefault((self._kinds[at], count), at)
+                first.setdefault((self.kinds[at], count), at)
         places = list(first.values())
         for at in places:
             yield ((at, 0 if state[at] else most[at]),)
@@ -269,7 +270,7 @@ class _Search:
         by_hosts: dict[object, Prediction] = {}
         for _, over, turned in ranked:
             state = tuple(-count for count in turned)
-            taken = [(kind, count) for kind, count in zip(self._kinds, state, strict=True) if count]
+            taken = [(kind, count) for kind, count in zip(self.kinds, state, strict=True) if count]
             place = over, tuple(sorted(taken))
             hosts = over, tuple(sorted(kind for kind, _ in taken))
             is_due = len(places) < _EXACT or (hosts not in by_hosts and len(by_hosts) <= _OTHERS)
@@ -301,15 +302,30 @@ class _Worths:
     """What hosts and links are worth, beside the best place."""
 
     def __init__(
-        self, fleet: Fleet, job: Job, offers: Sequence[_HostOffer], best: Prediction
+        self,
+        fleet: Fleet,
+        job: Job,
+        offers: Sequence[_HostOffer],
+        best: Prediction,
+        *,
+        kinds: Sequence[object],
     ) -> None:
+        self._kinds = kinds
         self._fleet, self._job, self._best = fleet, job, best
         self._offers = {offer.host.name: offer for offer in offers}
         self._counts = {host.name: count for host, count in best.layout.hosts}
 
     def all(self) -> tuple[Worth, ...]:
         """Return those of all hosts, and of the racks whose links are used."""
-        found = [self._of_host(offer) for offer in self._offers.values()]
+        # Of hosts that are as good as each other, and have as many ranks, one is tried.
+        known: dict[object, Worth] = {}
+        found = []
+        for offer, kind in zip(self._offers.values(), self._kinds, strict=True):
+            name = offer.host.name
+            place = kind, self._counts.get(name, 0)
+            if place not in known:
+                known[place] = self._of_host(offer)
+            found.append(replace(known[place], name=name))
         racks = {host.rack for host, _ in self._best.layout.hosts}
         if len(racks) > 1:
             found += [self._of_rack(rack.name) for rack in self._fleet.racks if rack.name in racks]

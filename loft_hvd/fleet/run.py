@@ -22,7 +22,7 @@ __all__ = ["JobPlan", "describe", "plan_job", "plan_table", "scenario_of", "to_d
 
 # Steps of a trial in the simulator: ten intervals to find sizes, and ten with them.
 _STEPS, _INTERVAL = 400, 20
-_MOST_SAMPLES = 200_000  # of its data set: their order takes time
+_SAMPLES, _MOST_SAMPLES = 200_000, 10_000_000  # of its data set: their order takes time
 _APART = 0.10  # of the predicted step, from which on the simulated one is told as another
 _WORTH_WORDS = 0.01  # of the time: what links and hosts change by less is not told
 _MOST_HOSTS = 12  # that are named of those not taken
@@ -104,8 +104,9 @@ def scenario_of(fleet: Fleet, job: Job, found: Prediction, *, seed: int = 0) -> 
     reads = reads_of(fleet, job, layout)
     data = reads.data
     # Only ratios to the data set matter; several epochs of it where a store is to fill.
-    most = (_STEPS // 4) * total if job.store else max(_MOST_SAMPLES, 20 * total)
-    num_samples = most if data is None else max(min(data.num_samples, most), total)
+    wanted = (_STEPS // 4) * total if job.store else max(_SAMPLES, 20 * total)
+    most = min(wanted, _MOST_SAMPLES)
+    num_samples = max(most if data is None else min(data.num_samples, most), total)
     size = 1.0 if data is None else data.sample_bytes
     share, remote_bytes_per_s, latency_s, source, kept = [], [], [], [], []
     rates: dict[str, float] = {}

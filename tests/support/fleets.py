@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job, Rack
-from loft_hvd.fleet.rate import HostRanks, Layout
+from loft_hvd.fleet.traffic import HostRanks, Layout
 
 DEVICES = ("A100", "T4", "CPU EPYC")
 

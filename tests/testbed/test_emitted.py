@@ -12,8 +12,9 @@ import pytest
 from loft_hvd.fleet.emit import emit, first_sizes
 from loft_hvd.fleet.jobs import DeviceModel, Fleet, Host, Job
 from loft_hvd.fleet.place import Choice
-from loft_hvd.fleet.rate import HostRanks, Layout, predict
+from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import JobPlan
+from loft_hvd.fleet.traffic import HostRanks, Layout
 from tests.support.launch import ROOT
 from tests.testbed.hosts import Testbed
 

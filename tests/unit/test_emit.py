@@ -14,8 +14,9 @@ from loft_hvd.errors import ArgumentError, PlanError
 from loft_hvd.fleet.emit import emit, first_sizes
 from loft_hvd.fleet.jobs import DeviceModel, Fleet, Host, Job
 from loft_hvd.fleet.place import Choice
-from loft_hvd.fleet.rate import HostRanks, Layout, predict
+from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import JobPlan
+from loft_hvd.fleet.traffic import HostRanks, Layout
 
 HOSTILE = "train.py; touch /tmp/owned $(id) `id` 'quoted' \"twice\" && \\ | #"
 JOB = Job(

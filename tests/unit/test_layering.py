@@ -201,6 +201,7 @@ _LAYERS = {
     "fleet/jobs.py": 8,
     "fleet/parse.py": 8,
     "fleet/rate.py": 8,
+    "fleet/traffic.py": 8,
     "fleet/measured.py": 8,
     "fleet/place.py": 8,
     "fleet/run.py": 8,

@@ -84,7 +84,7 @@ def test_files_are_read_whole(tmp_path: Path) -> None:
         ('name = "node-2.lab"', 'name = "-a"', "must be a host's name"),
         ('rack = "left"\n[[data]]', 'rack = "up"\n[[data]]', r"in rack 'up', but .*\['left'\]"),
         ("{ node-1 = 6e7 }", "{ node-9 = 6e7 }", "home on host 'node-9', which is none of"),
-        ("6e7", '6e7, "node-2.lab" = 5e7', "hold 1.1 times the 1e"),
+        ("6e7", '6e7, "node-2.lab" = 5e7', "hold 1.10 times the 1e"),
         ("num_samples = 1000", "num_samples = 0", r"data\[0\].num_samples needs int 1 to"),
         ("[[hosts]]", "[[hosts", "not TOML"),
     ],

@@ -10,7 +10,8 @@ import pytest
 from loft_hvd.errors import PlanError
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job, Rack, WorkerNeeds
 from loft_hvd.fleet.place import choose_hosts
-from loft_hvd.fleet.rate import HostRanks, Layout, predict, rough_s
+from loft_hvd.fleet.rate import predict, rough_s
+from loft_hvd.fleet.traffic import HostRanks, Layout
 from tests.support.fleets import random_fleet
 
 

@@ -12,15 +12,8 @@ import pytest
 from loft_hvd.balance.latency import typical_longest
 from loft_hvd.errors import PlanError
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job, Rack
-from loft_hvd.fleet.rate import (
-    HostRanks,
-    Layout,
-    Traffic,
-    exchange,
-    predict,
-    reads_of,
-    rough_s,
-)
+from loft_hvd.fleet.rate import predict, reads_of, rough_s
+from loft_hvd.fleet.traffic import HostRanks, Layout, Traffic, exchange
 
 FRAMES = 1514 / 1448
 JOB = Job("job", ["python", "train.py"], 40e6, 64, {"CPU": DeviceModel(1e-3)}, steps=1000)
