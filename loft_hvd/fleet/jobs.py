@@ -20,13 +20,24 @@ from loft_hvd.balance.plan import MIN_BATCH
 from loft_hvd.codec import Within
 from loft_hvd.errors import ArgumentError
 
-__all__ = ["DataSet", "DeviceModel", "Fleet", "Host", "Job", "JobList", "Rack", "WorkerNeeds"]
+__all__ = [
+    "LEAST_S",
+    "DataSet",
+    "DeviceModel",
+    "Fleet",
+    "Host",
+    "Job",
+    "JobList",
+    "Rack",
+    "WorkerNeeds",
+]
 
 # Limits of what one machine can work out, and of numbers whose products stay finite.
 _MOST_HOSTS, _MOST_JOBS, _MOST_RANKS = 1000, 1000, 4096
 _INEXACT = 0.01  # of a data set: bytes are written with few digits
 Rate = Annotated[float, Within(1.0, 1e15)]  # bytes a second
 Bytes = Annotated[float, Within(0.0, 1e18)]
+LEAST_S = 1e-12  # a step takes some time: times are divided by it
 Seconds = Annotated[float, Within(0.0, 1e6)]
 Share = Annotated[float, Within(0.0, 1.0)]
 Samples = Annotated[int, Within(1, 1e12)]
@@ -156,6 +167,20 @@ class Fleet:
                         f"[[hosts]] {sorted(known)}; add it there, or take the home out"
                     )
 
+    def data_of(self, job: Job) -> DataSet | None:
+        """Return what a job reads; None where every rank has it.
+
+        Raises:
+            ArgumentError: it is none of the data here.
+        """
+        found = next((each for each in self.data if each.name == job.data), None)
+        if found is None and job.data is not None:
+            raise ArgumentError(
+                f"job {job.name!r} reads data={job.data!r}, but the cluster's [[data]] has "
+                f"{sorted(each.name for each in self.data)}; name one of these, or add it there"
+            )
+        return found
+
     def rack_link(self, name: str) -> float:
         """Return the bytes a second of a rack's link; infinite where none is given."""
         rates = (rack.link_bytes_per_s for rack in self.racks if rack.name == name)
@@ -166,7 +191,7 @@ class Fleet:
 class DeviceModel:
     """What a step costs a rank on a device of a class, as ``StepModel`` has it."""
 
-    compute_s: Seconds  # a sample
+    compute_s: Annotated[float, Within(LEAST_S, 1e6)]  # a sample
     compute_fixed_s: Seconds = 0.0  # and a step
     knee: Annotated[float, Within(0.0, 1e9)] = 0.0  # samples below which compute gets no cheaper
     fetch_fixed_s: Seconds = 0.0  # a step

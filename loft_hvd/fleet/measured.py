@@ -19,9 +19,9 @@ import numpy as np
 
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.balance.latency import typical_longest
-from loft_hvd.codec import decode
+from loft_hvd.codec import Count, decode
 from loft_hvd.errors import PlanError
-from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Job
+from loft_hvd.fleet.jobs import LEAST_S, DataSet, DeviceModel, Fleet, Job
 from loft_hvd.fleet.rate import typical_unit
 from loft_hvd.fleet.traffic import HostRanks, Layout, exchange
 from loft_hvd.runlog import newest_log, read_run_log
@@ -73,6 +73,31 @@ class _LoggedFit:
 
 
 @dataclass(frozen=True)
+class _LoggedFits:
+    """A line ``fit``."""
+
+    ranks: list[_LoggedFit]
+
+
+@dataclass(frozen=True)
+class _LoggedTimes:
+    """A line ``times``."""
+
+    time_s: float
+    step: Count
+    ranks: list[RankTimes]
+    num_ranks: Count = 0  # 0 in logs of an earlier version: all of them
+
+
+@dataclass(frozen=True)
+class _LoggedCap:
+    """A line ``cap``."""
+
+    rank: Count
+    cap: Count
+
+
+@dataclass(frozen=True)
 class _LoggedPlan:
     """A line ``plan``."""
 
@@ -105,10 +130,9 @@ class LoggedRun:
     @property
     def sizes(self) -> list[int]:
         """Samples of each rank: as measured, and as planned of ranks that a log leaves out."""
-        planned = self.planned or [0] * len(self.world.devices)
         return [
             round(self.times[rank].samples) if rank in self.times else size
-            for rank, size in enumerate(planned)
+            for rank, size in enumerate(self.planned)
         ]
 
     @property
@@ -128,7 +152,7 @@ def read_log(path: str | Path) -> LoggedRun:
     entries = read_run_log(path)
     last = max((at for at, each in enumerate(entries) if each["kind"] == "run"), default=None)
     entries = entries[last:] if last is not None else []
-    newest = {each["kind"]: each for each in entries}
+    newest = {str(each["kind"]): each for each in entries}
     missing = [kind for kind in ("run", "times", "fit") if kind not in newest]
     if missing or "devices" not in newest["run"]:
         raise PlanError(
@@ -136,25 +160,32 @@ def read_log(path: str | Path) -> LoggedRun:
             "models come; log a run of some intervals with a Balancer whose policy fits times"
         )
 
-    def read(kind: type[T], content: object, what: str) -> T:
-        advice = "give a run log of this version"
-        return decode(kind, content, what=what, call=f"run log {path}", is_open=True, advice=advice)
+    def read(kind: type[T], entry: Mapping[str, object]) -> T:
+        advice, what = "give a run log of this version", str(entry["kind"])
+        return decode(kind, entry, what=what, call=f"run log {path}", is_open=True, advice=advice)
 
-    world = read(_LoggedWorld, newest["run"], "run")
-    fits = [read(_LoggedFit, each, "fit") for each in newest["fit"].get("ranks", [])]
-    times = [read(RankTimes, each, "times") for each in newest["times"].get("ranks", [])]
+    world, measured = read(_LoggedWorld, newest["run"]), read(_LoggedTimes, newest["times"])
+    found = [read(_LoggedCap, each) for each in entries if each["kind"] == "cap"]
+    size = len(world.devices)
+    fits = {each.rank: each for each in read(_LoggedFits, newest["fit"]).ranks}
+    times = {each.rank: each for each in measured.ranks}
+    planned = read(_LoggedPlan, newest["plan"]).sizes if "plan" in newest else []
+    if not (times and size == world.world_size and max({*fits, *times}) < size):
+        raise PlanError(
+            f"run log {path}: {size} devices for world_size={world.world_size}, with times of "
+            f"ranks {sorted(times)} and fits of {sorted(fits)}; it is damaged: give another"
+        )
     caps = {rank: cap for rank, cap in enumerate(world.caps) if cap is not None}
-    caps |= {each["rank"]: each["cap"] for each in entries if each["kind"] == "cap"}
     return LoggedRun(
         path,
-        float(newest["times"].get("time_s") or 0.0),
+        measured.time_s,
         world,
-        {each.rank: each for each in fits if each.rank < len(world.devices)},
-        {each.rank: each for each in times if each.rank < len(world.devices)},
-        int(newest["times"].get("num_ranks") or len(times)),
-        int(newest["times"]["step"]),
-        caps,
-        read(_LoggedPlan, newest["plan"], "plan").sizes if "plan" in newest else [],
+        fits,
+        times,
+        measured.num_ranks or len(times),
+        measured.step,
+        caps | {each.rank: each.cap for each in found},
+        planned if len(planned) == size else [0] * size,
     )
 
 
@@ -213,7 +244,7 @@ def _models_of(
     by_class: dict[str, list[int]] = {}
     for rank in sorted(run.fits.keys() & run.times.keys()):
         by_class.setdefault(_class_of(fleet, run, rank), []).append(rank)
-    data = next((each for each in fleet.data if each.name == job.data), None)
+    data = fleet.data_of(job)
     return {
         device: (
             _model(fleet, run, device, ranks, data, assume=assume),
@@ -256,6 +287,7 @@ def _model(
         for name in ("compute_s", "compute_fixed_s", "fetch_fixed_s", "local_s")
     }
     terms = {name: term(name, by_rank) for name, by_rank in values.items()}
+    terms["compute_s"] = max(terms["compute_s"], LEAST_S)
     if data is not None and any(run.times[fit.rank].remote > 0 for fit in fits):
         own = {fit.rank: _own_remote_s(fleet, run, fit, data) for fit in fits}
         terms["remote_s"] = term("remote_s", own)

@@ -39,13 +39,11 @@ def read_jobs(path: str | os.PathLike[str], fleet: Fleet) -> dict[str, Job]:
         job.name: replace(job, logs=[str(home / log) for log in job.logs])
         for job in _read(path, JobList, "jobs").jobs
     }
-    known = sorted(each.name for each in fleet.data)
-    for name, job in found.items():
-        if job.data is not None and job.data not in known:
-            raise ArgumentError(
-                f"{os.fspath(path)}: job {name!r} reads data={job.data!r}, but the cluster's "
-                f"[[data]] has {known}; name one of these, or add it there"
-            )
+    for job in found.values():
+        try:
+            fleet.data_of(job)
+        except ArgumentError as error:
+            raise ArgumentError(f"{os.fspath(path)}: {error}") from error
     return found
 
 

@@ -140,7 +140,7 @@ class _Search:
 
     def _kind(self, offer: _HostOffer) -> tuple[str, float]:
         """Return what two hosts have in common that are as good as each other."""
-        data = next((each for each in self._fleet.data if each.name == self._job.data), None)
+        data = self._fleet.data_of(self._job)
         share = 0.0 if data is None else data.share(offer.host.name)
         return repr(replace(offer.host, name="")), share
 
@@ -201,7 +201,7 @@ class _Search:
 
     def _orders(self, places: Sequence[int], most: _State) -> Iterator[list[int]]:
         job = self._job
-        data = next((each for each in self._fleet.data if each.name == job.data), None)
+        data = self._fleet.data_of(job)
 
         def share(at: int) -> float:
             return 0.0 if data is None else data.share(self._offers[at].host.name)

@@ -59,7 +59,7 @@ def reads_of(fleet: Fleet, job: Job, layout: Layout) -> Reads:
 
     The queue is taken where ranks that fetch alike would wait longest.
     """
-    data = next((each for each in fleet.data if each.name == job.data), None)
+    data = fleet.data_of(job)
     if data is None:
         return Reads(None)
     server, rate = _slowest_server(fleet, job, layout, data)

@@ -40,8 +40,10 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller, Decision
+from loft_hvd.balance.first_sizes import fit_first_sizes
 from loft_hvd.balance.interval import COLUMNS, Interval, RankTimes
 from loft_hvd.balance.memory import logged_caps
+from loft_hvd.codec import decode
 from loft_hvd.errors import LoftError
 from loft_hvd.failures.actions import HeartbeatSettings, ProcessControl
 from loft_hvd.failures.call_sites import CallSite
@@ -51,6 +53,9 @@ from loft_hvd.failures.heartbeat import Heartbeat
 from loft_hvd.failures.links import Link, Message
 from loft_hvd.failures.process import RankProcess
 from loft_hvd.failures.progress import Progress
+from loft_hvd.fleet.jobs import Fleet, Host, Job, JobList
+from loft_hvd.fleet.parse import read_cluster, read_jobs
+from loft_hvd.fleet.run import describe, plan_job, to_dict
 from loft_hvd.lightning import LoftCallback
 from loft_hvd.pipeline.suspicion.report import NotFinite, SameData, WorkerReport
 from loft_hvd.report.page import render_page
@@ -60,12 +65,14 @@ from loft_hvd.simulate.scenario import read_scenario, scenario_from_dict
 from loft_hvd.transport.datagram import LinkLosses
 from loft_hvd.transport.local import LocalWorld
 from tests.faults.damage import damaged_bytes, damaged_text, damaged_value
+from tests.support.pages import blocks_of, read_page
 
 __all__ = ["TARGETS", "Found", "fuzz", "sample_log"]
 
 Case = Callable[[random.Random], None]  # raises what the reader raises
 LIMIT_S, LIMIT_BYTES = 1.0, 100e6
 _SCENARIOS = Path(loft.__file__).parent / "simulate" / "scenarios"
+_REAL_LOG = Path(__file__).parents[1] / "unit/logs/slow_cpu.jsonl"
 _MOST_BYTES = 8 * 2**30  # of address space, of which torch takes 1 to 2 GB
 
 
@@ -221,6 +228,57 @@ def _scenario(folder: Path) -> Case:
         else:
             content = damaged_value(rng.choice(contents), rng)
             scenario_from_dict(content)
+
+    return case
+
+
+def _plan(folder: Path) -> Case:
+    """The files of docs/plan.md, one of them damaged; what is read is planned."""
+    paths = folder / "cluster.toml", folder / "jobs.toml"
+    blocks = [block.text for block in blocks_of(read_page("plan.md")) if block.kind == "toml"]
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    contents = [toml.loads(text) for text in blocks]
+
+    def read(rng: random.Random, spoilt: int) -> tuple[Fleet, list[Job]]:
+        if rng.random() < 0.5:
+            for at, (path, text) in enumerate(zip(paths, blocks, strict=True)):
+                whole = text.encode()
+                path.write_bytes(damaged_text(whole, rng) if at == spoilt else whole)
+            fleet = read_cluster(paths[0])
+            return fleet, list(read_jobs(paths[1], fleet).values())
+        found = [damaged_value(x, rng) if at == spoilt else x for at, x in enumerate(contents)]
+        jobs = decode(JobList, found[1], what="jobs").jobs
+        return decode(Fleet, found[0], what="cluster"), jobs
+
+    def case(rng: random.Random) -> None:
+        fleet, jobs = read(rng, rng.randrange(2))
+        for job in jobs:
+            plan = plan_job(fleet, job, simulates=False)
+            json.dumps(to_dict(plan), allow_nan=False)
+            describe(plan)
+
+    return case
+
+
+def _plan_log(folder: Path) -> Case:
+    path, text = folder / "loft-1.jsonl", _REAL_LOG.read_bytes()
+    fleet = Fleet([Host("vm", {"CPU": 3}, 1e9)])
+    job = Job("job", ["x"], 4.0, 36, steps=1, logs=[str(path)])
+
+    def case(rng: random.Random) -> None:
+        path.write_bytes(_damaged_lines(text, rng))
+        plan_job(fleet, job, simulates=False, assume=rng.random() < 0.5)
+
+    return case
+
+
+def _first_sizes(folder: Path) -> Case:
+    path = folder / "sizes.json"
+    text = json.dumps({"global_batch_size": 24, "hosts": {"a": [8, 8], "b": [8]}}).encode()
+
+    def case(rng: random.Random) -> None:
+        path.write_bytes(damaged_text(text, rng))
+        assert sum(fit_first_sizes(path, ["a", "b", "a"], 24)) == 24
 
     return case
 
@@ -635,6 +693,9 @@ TARGETS: dict[str, Callable[[Path], Case]] = {
     "replay": _replay,
     "caps": _caps,
     "scenario": _scenario,
+    "plan": _plan,
+    "plan-log": _plan_log,
+    "first-sizes": _first_sizes,
     "placement": _placement,
     "tar": _tar,
     "parquet": _parquet,

@@ -109,7 +109,7 @@ def test_a_wrong_cluster_is_refused(tmp_path: Path, before: str, after: str, mat
         ("epochs = 3", 'epochs = 3\nover = "racks"', "over='racks' must be one of"),
         ("epochs = 3", 'epochs = 3\nscope = "model"', "needs a rule that sees rows"),
         ("epochs = 3", "epochs = 3\nmin_workers = 5\nmax_workers = 4", "must be <= max_workers=4"),
-        ("compute_s = 4e-3", "compute_s = inf", r"models\['T4'\].compute_s needs float 0 to"),
+        ("compute_s = 4e-3", "compute_s = inf", r"compute_s needs float 1e-12 to"),
         ("compute_s = 4e-3", "speed = 1", "'compute_s'\\] are missing"),
         ("[[jobs]]", "[[job]]", r"needs keys \['jobs'\], .*: \['job'\] are none"),
     ],
@@ -126,10 +126,12 @@ def test_two_jobs_of_a_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_refused_at_once(tmp_path: Path) -> None:
-    began = time.perf_counter()
+    path = tmp_path / "cluster.toml"
+    path.write_text("# " + "x" * 50_000_000)
+    began = time.process_time()
     with pytest.raises(ArgumentError, match="more than 1000000 bytes"):
-        read(tmp_path, "# " + "x" * 50_000_000, JOBS)
-    assert time.perf_counter() - began < 1.0
+        read_cluster(path)
+    assert time.process_time() - began < 0.5
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
