@@ -230,7 +230,7 @@ SUM = {name: at for at, name in enumerate(SUMS)}  # column by name, of a row of 
 USES = ("cpu_use", "memory_use")  # by others, as a share of what the rank could use, 0 to 1
 _AT = {name: at for at, name in enumerate((*Head._fields, *SUMS, *USES))}  # of a row, [33]
 PARTS = ("fetch", "forward", "backward", "other", "queue")  # of a step: what its seconds went to
-RECENT = 32  # steps that are told one by one: half a second's at least, and a quarter of a kilobyte
+RECENT = 32  # steps that are told one by one: 1.3 kB a rank
 
 # What policies see of it: averages a step, of fetch, stall and compute as a step usually has it.
 COLUMNS = (

@@ -390,7 +390,7 @@ class StepTimer:
         self._waited_at_arrival, self._batch_waited_s = self._waited_s(), 0.0
         self._batch_thread, self._queue_at_wait = threading.get_ident(), None
         self._queue_at_arrival = self._queued_s()
-        self._batch_forward_s = None
+        self._queue_at_computed = self._batch_forward_s = None
         if self.device_clock is not None:
             self.device_clock.arrived()
 
@@ -442,6 +442,8 @@ class StepTimer:
             self._batch_waited_s = self._waited_s() - self._waited_at_arrival
             spent -= self._batch_waited_s + self._batch_stalled_s
             self._batch_compute_s = max(0.0, spent - blocked_s)
+            if self._is_watched:  # it tells of the last gradient alone
+                self._queue_at_computed = self._queued_s()
             if self.device_clock is not None:
                 self.device_clock.gradient()
 
@@ -451,7 +453,8 @@ class StepTimer:
             return
         # Without this, fitted sizes followed the scheduler: a rank that happened to have a core of
         # its own was given half of the batch.
-        self._queue_at_computed = self._queued_s()
+        if not self._is_watched or self._queue_at_computed is None:
+            self._queue_at_computed = self._queued_s()
         queued = min(self._queue_at_computed - self._queue_at_arrival, self._batch_compute_s)
         compute_s = self._batch_compute_s - queued
         forward_s = min(self._batch_forward_s or 0.0, compute_s)

@@ -42,7 +42,7 @@ class Crowd:
 
     num_ranks: int  # on the host
     cpus: int  # that each may run on
-    queued_s: float  # of a step, on average: ready to run while others had the cores
+    queued_s: float  # of a step, of the median rank: ready to run while others had the cores
     share: float  # the same of a step
 
 

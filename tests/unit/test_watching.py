@@ -197,6 +197,23 @@ def test_a_step_is_taken_apart(
     assert _parts(job.times) == pytest.approx((*wanted, sum(wanted)))
 
 
+def test_the_queue_for_a_core_counts_wherever_it_is(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A third of all time that passes is spent queueing.
+    monkeypatch.setattr(live, "run_queue_s", lambda: clock.now / 3)
+    job = _Job(clock)
+    _no_loader(job)
+    times = job.times
+    fetch_s, forward_s, backward_s, other_s, wall_s = _parts(times)
+    assert wall_s == FETCH + OTHER + FORWARD + BACKWARD
+    assert times.queued_s == pytest.approx(wall_s / 3)
+    own = (fetch_s, forward_s, backward_s)
+    wanted = [2 / 3 * part for part in (FETCH + OTHER, FORWARD, BACKWARD)]
+    assert own == pytest.approx(tuple(wanted))
+    assert other_s == pytest.approx(0.0)
+
+
 def test_a_step_with_an_evaluation_is_left_out(clock: Clock) -> None:
     job = _Job(clock)
     for at, x in enumerate(job.loader(12)):
