@@ -188,11 +188,11 @@ def describe(
     lines += _describe_waits(times, crowd, turns)
     columns = ["fetch", "stall", "compute", "queued", "wait", "other"]
     if any(time.forward_s > 0 for time in times):
-        columns.insert(2, "forward")
+        columns[2:3] = ["forward", "backward"]
     titles = "".join(f"{column + ' ms':>12s}" for column in columns)
     lines.append(f"rank  samples{titles}   samples/s  overlap")
     for time in times:
-        known = asdict(time)
+        known = asdict(time) | {"backward_s": time.compute_s - time.forward_s}
         cells = "".join(f"{1e3 * known[f'{column}_s']:12.2f}" for column in columns)
         ends = f"{time.samples_per_s:12.0f}{time.overlap:9.0%}"
         lines.append(f"{time.rank:4d}  {time.samples:7.1f}{cells}{ends}")

@@ -116,3 +116,14 @@ def test_a_slow_fetch_says_how_much_comes_from_elsewhere() -> None:
 def test_a_wait_for_less_than_a_tenth_is_told_as_that() -> None:
     line = [replace(each, wall_s=0.0109) for each in times([0] * 4, [10, 10, 10, 10.9])]
     assert "no rank is slow: none takes a tenth more than the others" in describe(line)
+
+
+def test_the_passes_are_told_apart_where_they_are_known() -> None:
+    line = [replace(each, forward_s=0.004) for each in times([0, 0, 0], [10, 10, 30])]
+    (slow,) = find_slow(line)
+    assert (slow.rank, slow.cause) == (2, "backward")
+    (slow,) = find_slow([replace(each, forward_s=each.compute_s - 0.006) for each in line])
+    assert (slow.rank, slow.cause) == (2, "forward")
+    title, *rows = describe(line).splitlines()[-4:]
+    assert title.split()[2:12:2] == ["fetch", "stall", "forward", "backward", "queued"]
+    assert rows[2].split()[4:6] == ["4.00", "26.00"]
