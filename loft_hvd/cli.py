@@ -104,13 +104,22 @@ def _print_run(result: RunResult) -> None:
     print(f"  a robust all-reduce over 2 ranks is {verdict} ({result.seconds:.1f} s)")
 
 
-def _check(script: str, arguments: Sequence[str], *, num_ranks: int, seconds: float) -> int:
+def _check(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    seconds: float,
+    launcher: str | None,
+) -> int:
     """Run a script, watched, and print what it forgot; return the exit status."""
     build = doctor.horovod_build()
     print(
         f"running {printable(script)} on {num_ranks} ranks for up to {seconds:g} s ...", flush=True
     )
-    checked = check_script(script, arguments, build=build, num_ranks=num_ranks, seconds=seconds)
+    checked = check_script(
+        script, arguments, build=build, num_ranks=num_ranks, seconds=seconds, launcher=launcher
+    )
     for finding in checked.findings:
         place, _, number = finding.place.rpartition(":")
         print(printable(f"\n{finding.place}: {finding.what}"))
@@ -557,13 +566,18 @@ def build_app() -> typer.Typer:
         "check", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
     )
     def _check_command(
-        script: str = typer.Argument(..., help="A training script for Horovod."),
+        script: str = typer.Argument(..., help="A training script for Horovod or torchrun."),
         arguments: list[str] = arguments_argument,
         num_ranks: int = typer.Option(2, "-np", "--ranks", min=2, help="Ranks on this machine."),
         seconds: float = typer.Option(60.0, min=1.0, help="How long it works, once started."),
+        launcher: str = typer.Option(
+            None, help="horovod or torchrun; without, by what the script imports."
+        ),
     ) -> None:
         """Run a script for a minute and say what its conversion forgot, with line and mend."""
-        code = _check(script, arguments or (), num_ranks=num_ranks, seconds=seconds)
+        code = _check(
+            script, arguments or (), num_ranks=num_ranks, seconds=seconds, launcher=launcher
+        )
         raise typer.Exit(code)
 
     _add_report_commands(app)

@@ -90,7 +90,11 @@ def _parting(one: Notes, other: Notes, *, is_still: bool) -> Finding | None:
         less, joins = (first, first_joins) if is_less else (second, second_joins)
         if joins:  # the others go on without it
             continue
-        if less.ended != "done" and not is_still:
+        if less.ended == "crashed":  # what one calls alone has ended both, or another fault
+            extra = (second if is_less else first).calls[num]
+            if extra.what == STEP or extra.is_done:
+                return None
+        elif less.ended != "done" and not is_still:
             return None
         return _explain(first, second, _first_extra(first, second, num))
     return None
@@ -194,12 +198,13 @@ def _is_left_behind(notes: Notes, other: Notes, at: int) -> bool:
 
 
 def _unequal(notes: Notes, against: Notes, at: int, *, is_sure: bool) -> Finding:
-    call, branch = notes.calls[at], "a branch that some ranks do not enter, such as `if hvd.rank()"
-    mend = f"let every rank call it: take it out of {branch} == 0`"
+    call, rank = notes.calls[at], _rank_of(notes)
+    branch = f"a branch that some ranks do not enter, such as `if {rank} == 0`"
+    mend = f"let every rank call it: take it out of {branch}"
     if not is_sure:
         mend = (
             "let all ranks make the same calls in the same order: one of the two lines may be in "
-            f"{branch} == 0`, or behind an early return"
+            f"{branch}, or behind an early return"
         )
     return Finding(
         call.place,
@@ -209,10 +214,16 @@ def _unequal(notes: Notes, against: Notes, at: int, *, is_sure: bool) -> Finding
     )
 
 
+def _rank_of(notes: Notes) -> str:
+    return "dist.get_rank()" if notes.is_torchrun else "hvd.rank()"
+
+
 def _instead(notes: Notes, at: int) -> str:
     """Say where a rank is that does not make a call."""
     if at < len(notes.calls):
         return f"{notes.calls[at].what} at {notes.calls[at].place}"
+    if notes.ended == "crashed":
+        return "its next step"
     if notes.ended != "done" and notes.wait is not None:
         return f"{notes.wait.place}, where it waits for other ranks"
     return "the script's end"
@@ -280,6 +291,6 @@ def _standstill(ranks: Sequence[Notes]) -> Finding | None:
         places[first],
         f"a standstill: rank {first} waits here for other ranks, {where}, and none goes on",
         "let all ranks come to the same calls in the same order: look for a branch, such as "
-        "`if hvd.rank() == 0`, or a loop that some end sooner; or for an exchange that takes "
-        f"longer than {STANDSTILL_S:g} s",
+        f"`if {_rank_of(ranks[0])} == 0`, or a loop that some end sooner; or for an exchange that "
+        f"takes longer than {STANDSTILL_S:g} s",
     )

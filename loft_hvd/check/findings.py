@@ -44,8 +44,11 @@ def _parameters(ranks: Sequence[Notes]) -> Iterator[Finding]:
                 first.made,
                 f"different first parameters: those of {_names(odd)} are not rank {root.rank}'s "
                 "when the first step is taken",
-                f"hvd.broadcast_parameters(model.state_dict(), root_rank={root.rank}), after the "
-                "model is made or loaded and before the first step",
+                "load and change the model before DistributedDataParallel(model), which takes "
+                "rank 0's, or alike on every rank"
+                if root.is_torchrun
+                else f"hvd.broadcast_parameters(model.state_dict(), root_rank={root.rank}), after "
+                "the model is made or loaded and before the first step",
             )
         for notes, note in each:
             wrong = sorted(
@@ -57,8 +60,11 @@ def _parameters(ranks: Sequence[Notes]) -> Iterator[Finding]:
                     first.made,
                     f"different options: {name} is {first.options[name]} on rank {root.rank} and "
                     f"{note.options.get(name, 'not there')} on rank {notes.rank}",
-                    f"hvd.broadcast_optimizer_state(optimizer, root_rank={root.rank}), after it is "
-                    "made or loaded; and let no rank compute an option from its own batch",
+                    "let no rank compute an option from its own batch, and load the optimizer's "
+                    "state on every rank"
+                    if root.is_torchrun
+                    else f"hvd.broadcast_optimizer_state(optimizer, root_rank={root.rank}), after "
+                    "it is made or loaded; and let no rank compute an option from its own batch",
                 )
                 break
 
@@ -70,13 +76,18 @@ def _names(ranks: Sequence[int]) -> str:
 def _unreduced(ranks: Sequence[Notes]) -> Iterator[Finding]:
     """Find backward passes whose gradients no rank ever sends."""
     for notes in ranks:
-        by_hand = sum("allreduce" in call.what and call.num_values != 1 for call in notes.calls)
+        by_hand = sum(
+            "allreduce" in call.what.replace("_", "") and call.num_values != 1
+            for call in notes.calls
+        )
         if notes.num_backward and not notes.has_reducer and by_hand < max(notes.num_plain_steps, 1):
             yield Finding(
                 notes.first_backward,
-                "no distributed optimizer: backward passes are made here, and every rank keeps its "
-                "gradients to itself",
-                "give the optimizer to loft.DistributedOptimizer, and step that one",
+                f"no distributed {'model' if notes.is_torchrun else 'optimizer'}: backward passes "
+                "are made here, and every rank keeps its gradients to itself",
+                "train DistributedDataParallel(model), or what fully_shard(model) returned"
+                if notes.is_torchrun
+                else "give the optimizer to loft.DistributedOptimizer, and step that one",
             )
             return
 

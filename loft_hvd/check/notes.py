@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["JOIN", "STANDSTILL_S", "STEP", "BalancerNote", "Call", "ErrorNote", "Finding"]
+__all__ = [
+    "CALLS",
+    "DRAFT",
+    "JOIN",
+    "STANDSTILL_S",
+    "STEP",
+    "BalancerNote",
+    "Call",
+    "ErrorNote",
+    "Finding",
+]
 __all__ += ["LoaderNote", "LossNote", "Notes", "OptimizerNote", "Round", "WaitNote"]
 
 STEP = "optimizer.step"  # a call in which gradients are reduced
+# Ends of files that a rank leaves whose process ends without a word: notes, and its calls by line.
+DRAFT, CALLS = ".draft", ".calls"
 JOIN = "hvd.join"  # a rank that has called it takes part in nothing, until all have
 # So long must all ranks wait for each other, with no sign of work, to be told as a standstill. A
 # choice: the largest transfer of a step is through sooner.
@@ -113,7 +125,8 @@ class Notes:
     """All that a rank has noted."""
 
     rank: int
-    ended: str = "stopped"  # "done", "stopped" at the limit, or "error"
+    # "done", "stopped" at the limit, "error", or "crashed": it has left a draft, and no notes.
+    ended: str = "stopped"
     error: ErrorNote | None = None
     calls: list[Call] = field(default_factory=list)
     loaders: list[LoaderNote] = field(default_factory=list)
@@ -123,6 +136,7 @@ class Notes:
     says_counts: bool = False  # it has said what its losses are over
     wait: WaitNote | None = None
     says_set_epoch: bool = False  # it was called, or some line of the script names it
+    is_torchrun: bool = False  # torch.distributed connects the ranks, and no Horovod
     ignores_copies: bool = False  # LOFT_HVD_COPIES=ignore: ranks' parameters differ on purpose
     has_reducer: bool = False  # it has made an optimizer that reduces, or torch's process group
     num_backward: int = 0

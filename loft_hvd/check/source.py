@@ -6,7 +6,10 @@ import ast
 import functools
 import linecache
 
-__all__ = ["branches_around", "is_inside", "is_looped", "loop_around"]
+__all__ = ["branches_around", "is_for_torchrun", "is_inside", "is_looped", "loop_around"]
+
+# Packages that connect ranks by torch.distributed.
+_ON_TORCH = {"accelerate", "lightning", "pytorch_lightning", "transformers"}
 
 
 @functools.cache
@@ -15,6 +18,18 @@ def _tree(file: str) -> ast.Module:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return ast.Module([], [])
+
+
+def is_for_torchrun(script: str) -> bool:
+    """Say whether a script imports what torchrun starts, and no Horovod, by itself."""
+    nodes = list(ast.walk(_tree(script)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    tops = {name.partition(".")[0] for name in names}
+    uses_torch = any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in names)
+    return "horovod" not in tops and (uses_torch or bool(tops & _ON_TORCH))
 
 
 def _split(place: str) -> tuple[str, int]:

@@ -28,12 +28,16 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -45,6 +49,8 @@ import loft_hvd
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.meetings import unweighed_meeting
 from loft_hvd.check.notes import (
+    CALLS,
+    DRAFT,
     STANDSTILL_S,
     STEP,
     BalancerNote,
@@ -83,11 +89,20 @@ _COLLECTIVES = (  # of horovod.torch
 )
 # fmt: on
 _OF_LOFT = ("allreduce", "allreduce_async", "average")
+# fmt: off
+_OF_TORCH = (  # torch.distributed
+    "all_reduce", "reduce", "broadcast", "barrier", "monitored_barrier", "all_gather",
+    "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor",
+    "all_to_all", "all_to_all_single", "all_gather_object", "gather_object",
+    "broadcast_object_list", "scatter_object_list",
+)
+# fmt: on
 _MOST_CALLS = 50_000  # noted: more than a minute of short steps has
 _MOST_FRAMES = 12  # of a call
 _LOOK_S = 0.1
 _LEAVE_S = 15.0  # longest wait for the notes of other ranks
 _START_S = 300.0  # longest start: until the first backward pass
+_DRAFT_S = 1.0  # between two drafts of what is noted
 _FLUSH_S = 5.0  # longest for what the script has written and not flushed
 
 
@@ -120,6 +135,8 @@ _WAITS = (
     (_folder_of(Path(torch.__file__).parent / "utils" / "data"), False),
     (_folder_of(Path(torch.__file__).parent / "distributed"), True),
 )
+_AUTOGRAD = _folder_of(Path(torch.__file__).parent / "autograd")
+_BUSY_S = 2.0  # of CPU time, that a backward pass which waits does not use up while it stands
 
 
 @functools.cache
@@ -132,8 +149,11 @@ def _is_script(file: str) -> bool:
 def _waits(file: str) -> bool | None:
     """Say whether code of a file waits for other ranks; None where that is its caller's."""
     path = str(Path(file).resolve())
-    if path.startswith(_folder_of(Path(horovod_module().__file__).parents[1])):
+    horovod = sys.modules.get("horovod.torch")
+    if horovod is not None and path.startswith(_folder_of(Path(str(horovod.__file__)).parents[1])):
         return True
+    if path.startswith(_AUTOGRAD) and config().is_torchrun:
+        return True  # DDP waits within the backward pass; ``look`` tells it from one that computes
     return next((waits for folder, waits in _WAITS if path.startswith(folder)), None)
 
 
@@ -240,25 +260,27 @@ class ScriptWatch:
         self._open_steps: dict[int, Call] = {}  # by id
         self._watched: set[type] = {LoftLoader, BatchSampler, DistributedSampler}  # set_epoch of
         self._balancers: list[tuple[Balancer, BalancerNote]] = []
+        self._places: set[tuple[str, str]] = set()  # of calls so far, with what they are
+        self._drafted = 0.0  # when
         self._num_signs = 0  # of work
         self._standing: tuple[object, ...] = ()  # where it waits, and signs by then
         self._since = 0.0
         self._wait: WaitNote | None = None
         self.notes.says_set_epoch = "set_epoch" in script.read_text(errors="replace")
+        self.notes.is_torchrun = self._is_torchrun = config().is_torchrun
         self.notes.ignores_copies = config().copies == "ignore"
 
     # What is replaced.
 
     def install(self) -> None:
         """Replace what is watched; before the script imports anything."""
-        hvd = horovod_module()
-        for name in _COLLECTIVES:
-            if hasattr(hvd, name):
-                _replace(hvd, name, self._collective(f"hvd.{name}", getattr(hvd, name)))
+        if self._is_torchrun:
+            self._install_torch()
+        else:
+            self._install_horovod()
         for name in _OF_LOFT:
             _replace(loft_hvd, name, self._collective(f"loft.{name}", getattr(loft_hvd, name)))
         _replace(Metric, "avg", property(self._collective("Metric.avg", vars(Metric)["avg"].fget)))
-        _replace(hvd, "DistributedOptimizer", self._maker(hvd.DistributedOptimizer))
         _replace(loft_hvd, "DistributedOptimizer", self._maker(loft_hvd.DistributedOptimizer))
         watch_backward(self._met_in_backward)
         for name in ("cross_entropy", "nll_loss"):  # what modules and models call, too
@@ -285,6 +307,28 @@ class ScriptWatch:
         ):
             _replace(kind, name, around(vars(kind)[name]))
 
+    def _install_horovod(self) -> None:
+        hvd = horovod_module()
+        for name in _COLLECTIVES:
+            if hasattr(hvd, name):
+                _replace(hvd, name, self._collective(f"hvd.{name}", getattr(hvd, name)))
+        _replace(hvd, "DistributedOptimizer", self._maker(hvd.DistributedOptimizer))
+
+    def _install_torch(self) -> None:
+        for name in _OF_TORCH:
+            _replace(dist, name, self._collective(f"dist.{name}", getattr(dist, name)))
+        for kind in (DistributedDataParallel, fsdp.FullyShardedDataParallel):
+            _replace(kind, "__init__", self._reducer(vars(kind)["__init__"]))
+        _replace(fsdp, "fully_shard", self._reducer(fsdp.fully_shard))
+
+    def _reducer(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            self.notes.has_reducer = True
+            return function(*args, **kwargs)
+
+        return make
+
     def _collective(self, what: str, function: Any) -> Any:
         signature = inspect.signature(function)
 
@@ -302,7 +346,7 @@ class ScriptWatch:
                 what,
                 _lines(_callers(frame)),
                 name=None if name is None else str(name),
-                members=_members(given.get("process_set")),
+                members=_members(given.get("process_set")) or _members_of_group(given.get("group")),
                 num_values=tensor.numel() if isinstance(tensor, torch.Tensor) else 0,
                 # A loop over torch's loader gives all ranks batches of one size.
                 is_mean_of_one=self._newest_kind != "torch" and _is_mean_of_one(what, given),
@@ -319,12 +363,30 @@ class ScriptWatch:
     def _add(self, call: Call) -> None:
         call.round = self._num_rounds
         with self._lock:
-            if len(self.notes.calls) < _MOST_CALLS:
+            is_noted = len(self.notes.calls) < _MOST_CALLS
+            if is_noted:
                 self.notes.calls.append(call)
         self._num_signs += 1
         # Now: at the end hvd.shutdown() may have been called, or an elastic job have other ranks.
-        if self.notes.rank < 0 and (hvd := horovod_if_initialized()) is not None:
-            self.notes.rank = hvd.rank()
+        if self.notes.rank < 0 and (rank := _rank()) is not None:
+            self.notes.rank = rank
+        if self._is_torchrun and is_noted:
+            self._draft_call(call)
+
+    # Gloo ends a process, at once, in which collectives of two kinds meet: then these are read.
+
+    def _draft_call(self, call: Call) -> None:
+        with (self._folder / f"{os.getpid()}{CALLS}").open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(asdict(call))}\n")
+        if (call.what, call.place) not in self._places:
+            self._places.add((call.what, call.place))
+            self._draft()
+
+    def _draft(self) -> None:
+        """Write all notes but calls, in case that this is the last chance."""
+        part = self._folder / f"{os.getpid()}.part-draft"
+        part.write_text(json.dumps(asdict(replace(self.notes, calls=[], ended="crashed"))))
+        part.replace(self._folder / f"{os.getpid()}{DRAFT}")
 
     def _finish(self, call: Call) -> None:
         call.is_done = True
@@ -375,6 +437,9 @@ class ScriptWatch:
             return None
         if _is_called_from(frame, _broadcasts_state):
             return None
+        if self._is_torchrun and self.notes.has_reducer and self.notes.num_backward:
+            # The model reduces, in its backward pass; the step is where ranks must be alike.
+            self._known.setdefault(key, (optimizer, _place(frame), False))
         if key not in self._known:
             if self.notes.num_backward:
                 self._stepped[key] = self.notes.num_backward
@@ -557,12 +622,14 @@ class ScriptWatch:
             self.notes.ended = ended
             if error is not None:
                 self.notes.error = _describe_error(error)
-            hvd = horovod_if_initialized()
+            rank = _rank()
             if self.notes.rank < 0:
-                self.notes.rank = config().rank if hvd is None else hvd.rank()
+                self.notes.rank = config().rank if rank is None else rank
             self.notes.wait = self._wait if ended == "stopped" else None
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Beside Horovod it may reduce what is not seen; DeepSpeed's engine does.
+            if not self._is_torchrun and dist.is_available() and dist.is_initialized():
                 self.notes.has_reducer = True
+            self.notes.has_reducer |= "deepspeed" in sys.modules
             for balancer, note in self._balancers:
                 note.sizes = list(balancer.history[-1].sizes)
             part = path.with_suffix(".part")
@@ -589,7 +656,8 @@ class ScriptWatch:
         """Return for how long the script, whose stack this is, has waited for others."""
         waiting = _waiting_lines(stack)
         # A loop comes back to its line: then there are signs of work.
-        standing = (id(waiting[0]), waiting[0].f_lasti, self._num_signs) if waiting else ()
+        busy = int(time.process_time() / _BUSY_S) if self._is_torchrun else 0
+        standing = (id(waiting[0]), waiting[0].f_lasti, self._num_signs, busy) if waiting else ()
         if not standing or standing != self._standing:
             self._since = now
         self._standing = standing
@@ -623,6 +691,9 @@ class ScriptWatch:
             if not self._folder.exists():  # nobody reads the notes any more
                 _leave(1)
             self._tell_standing(stood_s)
+            if self._is_torchrun and self.is_begun.is_set() and now > self._drafted + _DRAFT_S:
+                self._drafted = now
+                self._draft()
             if self._do_all_stand(num_ranks) or self._have_all_written(num_ranks):
                 break
             time.sleep(_LOOK_S)
@@ -660,12 +731,16 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 def _is_mean_of_one(what: str, given: Mapping[str, Any]) -> bool:
     """Say whether a call averages a number over ranks, such as a loss: no vector, no flag."""
     tensor, operation = given.get("tensor"), given.get("op")
-    if not what.startswith("hvd.allreduce") or not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor):
         return False
-    hvd = horovod_module()
-    is_mean = (
-        given.get("average") in (None, True) if operation is None else operation == hvd.Average
-    )
+    if what == "dist.all_reduce":
+        is_mean = operation == dist.ReduceOp.AVG
+    elif not what.startswith("hvd.allreduce"):
+        return False
+    elif operation is None:
+        is_mean = given.get("average") in (None, True)
+    else:
+        is_mean = operation == horovod_module().Average
     return tensor.ndim == 0 and tensor.is_floating_point() and is_mean
 
 
@@ -675,6 +750,20 @@ def _members(process_set: Any) -> list[int] | None:
         return None
     ranks = getattr(process_set, "ranks", None)
     return None if ranks is None else list(ranks)
+
+
+def _members_of_group(group: Any) -> list[int] | None:
+    """Return the ranks of a process group; None for all."""
+    if group is None or group is dist.group.WORLD or not dist.is_initialized():
+        return None
+    return sorted(dist.get_process_group_ranks(group))
+
+
+def _rank() -> int | None:
+    """Return this rank where ranks are connected."""
+    if (hvd := horovod_if_initialized()) is not None:
+        return int(hvd.rank())
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
 def _members_of(optimizer: Any) -> list[int] | None:
@@ -687,6 +776,8 @@ def _describe(optimizer: Any, place: str) -> OptimizerNote:
     options: dict[str, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
+            if isinstance(parameter, DTensor):  # each rank has a part of its own
+                continue
             values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest = zlib.crc32(values.numpy().tobytes(), digest)
         options |= {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,6 +175,74 @@ MISTAKES = {
         "loader = DataLoader(data, batch_size=12, sampler=sampler)",
     ),
 }
+RIGHT_DDP = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(dist.get_rank())
+data = TensorDataset(torch.randn(96, 8, generator=torch.Generator().manual_seed(0)))
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=8, sampler=sampler)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for (x,) in loader:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+    shown = loss.detach()
+    dist.all_reduce(shown)
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch}: loss {shown / dist.get_world_size():.4f}")
+dist.destroy_process_group()
+"""
+# As MISTAKES.
+MISTAKES_DDP = {
+    "a sum on rank 0 alone": (
+        [
+            ("    dist.all_reduce(shown)\n", ""),
+            ("        print(", "        dist.all_reduce(shown)\n        print("),
+        ],
+        "unequal collectives: rank 0 calls dist.all_reduce",
+        "dist.all_reduce(shown)",
+    ),
+    "a model that nothing reduces": (
+        [("DistributedDataParallel(torch.nn.Linear(8, 1))", "torch.nn.Linear(8, 1)")],
+        "no distributed model",
+        "loss.backward()",
+    ),
+    "a loop that one rank leaves sooner": (
+        [("for (x,) in loader:", "for (x,) in list(loader)[: 6 - dist.get_rank()]:")],
+        "unequal collectives: rank 1 calls dist.all_reduce",
+        "dist.all_reduce(shown)",
+    ),
+    "a learning rate of each rank's own": (
+        [("lr=0.01", "lr=0.01 * (1 + dist.get_rank())")],
+        "different options: lr",
+        "optimizer.step()",
+    ),
+    "a model that is changed behind DDP": (
+        [
+            (
+                "sampler = DistributedSampler(data)\n",
+                "sampler = DistributedSampler(data)\nmodel.module.weight.data += dist.get_rank()\n",
+            )
+        ],
+        "different first parameters",
+        "optimizer.step()",
+    ),
+    "epochs in one order": (
+        [("    sampler.set_epoch(epoch)\n", "")],
+        "missing set_epoch",
+        "loader = DataLoader(data, batch_size=8, sampler=sampler)",
+    ),
+}
 EXAMPLES = {
     "report_only.py": ["--epochs", "2"],
     "fixed_sizes.py": ["--batch-sizes", "8,24", "--epochs", "2"],
@@ -188,22 +257,41 @@ def check(script: Path, *arguments: str, num_ranks: int = 2, seconds: float = SE
     )
 
 
-QUICK = {"an average on rank 0 alone"}
+QUICK = "an average on rank 0 alone"
+Mistakes = dict[str, tuple[list[tuple[str, str]], str, str]]
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        *QUICK,
-        *(
-            pytest.param(*each.values, marks=[pytest.mark.long, *each.marks])
-            for each in long_first([name for name in MISTAKES if name not in QUICK], 2)
-        ),
-    ],
-)
+def _quick_first(mistakes: Mistakes, quick: str) -> list[Any]:
+    """Return one that is quick, and the others as long."""
+    others = long_first([name for name in mistakes if name != quick], 2)
+    long = (pytest.param(*each.values, marks=[pytest.mark.long, *each.marks]) for each in others)
+    return [quick, *long]
+
+
+@pytest.mark.parametrize("mistake", _quick_first(MISTAKES, QUICK))
 def test_a_planted_mistake_is_found_with_its_line(mistake: str, tmp_path: Path) -> None:
-    edits, what, line = MISTAKES[mistake]
-    text = RIGHT
+    _check_mistake(RIGHT, MISTAKES[mistake], tmp_path)
+
+
+@pytest.mark.parametrize("mistake", _quick_first(MISTAKES_DDP, "a sum on rank 0 alone"))
+def test_a_mistake_in_a_script_for_torchrun_is_found(mistake: str, tmp_path: Path) -> None:
+    _check_mistake(RIGHT_DDP, MISTAKES_DDP[mistake], tmp_path)
+
+
+@pytest.mark.long
+def test_nothing_is_found_in_a_script_for_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RIGHT_DDP)
+    checked = check(script, seconds=TO_THE_END_S)
+    assert checked.is_fine, checked
+    assert checked.num_steps == 3 * 6
+
+
+def _check_mistake(
+    right: str, mistake: tuple[list[tuple[str, str]], str, str], tmp_path: Path
+) -> None:
+    edits, what, line = mistake
+    text = right
     for old, new in edits:
         assert text.count(old) == 1
         text = text.replace(old, new)

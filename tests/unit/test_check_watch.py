@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from loft_hvd.check.findings import find
-from loft_hvd.check.notes import LoaderNote, Notes
+from loft_hvd.check.notes import DRAFT, STEP, LoaderNote, Notes
+from loft_hvd.check.run import _read_draft
 from loft_hvd.check.watch import ScriptWatch, _is_mean_of_one, _is_script, _members
 from loft_hvd.codec import decode
 
@@ -242,3 +243,46 @@ def test_a_mean_is_of_one_floating_point_number(
     what: str, given: dict[str, object], is_mean: bool
 ) -> None:
     assert _is_mean_of_one(what, given) is is_mean
+
+
+ABORTED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+dist.all_reduce(torch.ones(1))  # mark: alone
+os.abort()  # as Gloo does where collectives of two kinds meet
+"""
+
+
+def test_a_rank_that_is_ended_at_once_leaves_what_it_has_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "notes"
+    script.write_text(ABORTED)
+    folder.mkdir()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    words = (str(folder), "60", "1", str(script))
+    subprocess.run(
+        (sys.executable, "-m", "loft_hvd.check.watch", *words),
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    assert not list(folder.glob("*.json"))
+    (draft,) = folder.glob(f"*{DRAFT}")
+    notes = _read_draft(draft)
+    assert (notes.ended, notes.is_torchrun, notes.has_reducer) == ("crashed", True, True)
+    assert [call.what for call in notes.calls] == [STEP] * 3 + ["dist.all_reduce"]
+    assert [call.is_done for call in notes.calls] == [True] * 3 + [False]
+    assert notes.calls[-1].place == f"{script}:13"
+    (optimizer,) = notes.optimizers
+    assert optimizer.options["lr of group 0"] == "0.01"

@@ -417,3 +417,29 @@ def test_who_counts_knows(script: str) -> None:
     ranks = of_labels(script, (8, 16), (7, 8))
     ranks[1].says_counts = True
     assert find(ranks) == []
+
+
+def _crashed(script: str, rank: int, calls: str) -> Notes:
+    """Return the draft of a rank that was ended in its newest call."""
+    left = notes(script, rank, calls, ended="crashed")
+    for call in left.calls[:-1]:
+        call.is_done = True
+    left.is_torchrun = left.has_reducer = True
+    return left
+
+
+def test_a_call_that_has_ended_the_processes_is_found(script: str) -> None:
+    ranks = [_crashed(script, 0, "step step branch"), _crashed(script, 1, "step step")]
+    (finding,) = find(ranks)
+    assert finding.place == f"{script}:{LINES['branch']}"
+    assert finding.what.startswith("unequal collectives: rank 0 calls hvd.branch here")
+    assert finding.what.endswith("while rank 1 is at its next step")
+    assert "dist.get_rank()" in finding.mend
+
+
+def test_a_crash_between_two_steps_is_no_finding_but_told(script: str) -> None:
+    ranks = [_crashed(script, 0, "step step step"), _crashed(script, 1, "step step")]
+    assert find(ranks) == []
+    checked = judge(ranks, "the end of the output")
+    assert not checked.is_fine
+    assert "ranks 0, 1 ended without a word" in checked.failure
