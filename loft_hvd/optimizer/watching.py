@@ -31,8 +31,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.policies import Unplanned
+from loft_hvd.config import config
 from loft_hvd.data.fetches import unwatch_fetches, watch_fetches
-from loft_hvd.errors import ArgumentTypeError, LoftError
+from loft_hvd.errors import ArgumentTypeError, UsageError
 from loft_hvd.transport.base import Transport
 from loft_hvd.transport.default import default_transport
 from loft_hvd.transport.waits import waiting
@@ -108,11 +109,16 @@ class TrainingWatch:
             if self._balancer is None:
                 self._balancer = self._connect()
             call(self._balancer)
-        except LoftError as error:
+        except Exception as error:  # whatever an engine raises whose ranks have left
             self.detach()
             _logger.warning("loft.watch ends, and training goes on: %s", error)
 
     def _connect(self) -> Balancer:
+        if config().is_elastic:
+            raise UsageError(
+                "watch: ranks of an elastic job come and go; give a loft.Balancer(batch, 'report') "
+                "to loft.elastic.State and to loft.attach(optimizer, balancer)"
+            )
         ranks = self._transport or default_transport()
         made = Balancer(
             ranks.world_size,

@@ -25,6 +25,7 @@ from loft_hvd.errors import ArgumentTypeError
 from loft_hvd.optimizer.watching import TrainingWatch
 from loft_hvd.transport.local import LocalWorld
 from tests.support.clock import Clock
+from tests.support.worlds import environment
 
 FETCH, FORWARD, BACKWARD, OTHER = 8.0, 4.0, 2.0, 1.0
 
@@ -283,6 +284,26 @@ def test_a_fault_of_the_watching_is_a_warning(
     _plain(job)
     assert "loft.watch ends, and training goes on: " in caplog.text
     assert not job.model._forward_hooks
+
+
+def test_an_elastic_job_is_told_the_other_way(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with environment(HOROVOD_ELASTIC="1"):
+        job = _Job(clock)
+        _plain(job)
+    assert "come and go; give a loft.Balancer(batch, 'report') to loft.elastic.State" in caplog.text
+
+
+def test_ranks_that_have_left_end_the_watching_alone(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(balancer: loft.Balancer) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(loft.Balancer, "step_ended", fails)
+    _plain(_Job(clock))
+    assert "training goes on: connection closed by peer" in caplog.text
 
 
 def test_what_is_no_model_is_refused() -> None:
