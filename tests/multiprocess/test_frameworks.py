@@ -53,7 +53,7 @@ def test_losses_over_tokens_are_counted(kind: str) -> None:
 
 @needs("transformers")
 def test_the_trainer_trains_and_resumes_on_fewer_ranks(tmp_path: Path) -> None:
-    for num_ranks, what in ((4, "fit,begin"), (2, "resume")):
+    for num_ranks, what in ((4, "fit,watched,begin"), (2, "resume")):
         output = torchrun(num_ranks, f"{JOBS}/trainer_fit.py", what, str(tmp_path))
         assert output.count(f"has finished {what}") == num_ranks, output[-8000:]
 
