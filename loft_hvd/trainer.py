@@ -273,9 +273,8 @@ class TrainerLink:
         )
         if is_divided and self._is_scaled:
             to_sum = float(num_items)  # type: ignore[arg-type]  # it is not None
-            if getattr(
-                trainer.args, "average_tokens_across_devices", False
-            ):  # of all ranks; the loss is times those
+            if trainer.args.average_tokens_across_devices:
+                # ``num_items`` is of all ranks, and the loss was multiplied by their number.
                 to_sum /= trainer.accelerator.num_processes
             self.balancer.count_scaled(int(labels.ne(_IGNORED).sum()), to_sum=to_sum)
         elif not labels.is_floating_point():
@@ -301,11 +300,16 @@ class TrainerLink:
             names = list(model.module.named_parameters())
             self._hook = self._make_hook(named_parameters=names, scaler=scaler)
             model.register_comm_hook(None, self._hook)
-        saved = (state.stateful_callbacks or {}).get(_STATE_KEY)
-        if state.global_step and saved is not None and not args.ignore_data_skip:
-            self._go_on(saved)
+        if state.global_step and not args.ignore_data_skip:
+            self._go_on((state.stateful_callbacks or {}).get(_STATE_KEY))
 
-    def _go_on(self, saved: Mapping[str, Any]) -> None:
+    def _go_on(self, saved: Mapping[str, Any] | None) -> None:
+        if saved is None:
+            raise ArgumentError(
+                "trainer_callback: the checkpoint is of a run without it, whose order of samples "
+                "was another: which of the epoch are trained is not known. "
+                "TrainingArguments(ignore_data_skip=True) goes on with a whole epoch"
+            )
         total = self.balancer.global_batch_size
         if saved.get("global_batch_size") != total:
             raise ArgumentError(

@@ -119,6 +119,11 @@ class TestOneRank:
         assert rest.state.global_step == whole.state.global_step == 2 * (6 // num_passes)
         for got, want in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
             torch.testing.assert_close(got, want)
+        bare = self.make(tmp_path / "bare", save_strategy="steps", save_steps=1, max_steps=1)
+        bare.train()
+        loft.trainer_callback(bare, [4])
+        with pytest.raises(ArgumentError, match=r"ignore_data_skip=True\) goes on"):
+            bare.train(resume_from_checkpoint=str(tmp_path / "bare" / "checkpoint-1"))
         other = self.make(tmp_path / "part", num_train_epochs=2)
         loft.trainer_callback(other, [5])
         with pytest.raises(ArgumentError, match="Give sizes that add up to 4"):
