@@ -191,46 +191,50 @@ def find_groups(model: torch.nn.Module, *, what: str) -> list[ShardedGroup]:
             f"{what}: model={model!r} is of type {type(model).__name__}; give the module that "
             "torch's fully_shard(model) was called on"
         )
-    from torch.distributed.fsdp import FSDPModule
-
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups: list[ShardedGroup] = []
-    seen: set[int] = set()
     first = 0
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        try:
-            inners = list(module._get_fsdp_state()._fsdp_param_groups)
-            can = [each._reduce_scatter_comm for each in inners]
-        except AttributeError as error:
-            raise UsageError(
-                f"{what}: FSDP2 of torch {torch.__version__} has other parts than that of torch "
-                f"2.13, by which gradients are met: {error}; use torch 2.13"
-            ) from error
-        if len(can) > 1:
-            raise ArgumentError(
-                f"{what}: {type(module).__name__} has parameters on {len(can)} meshes "
-                "(shard_placement_fn), and torch takes one reduce-scatter for each module; call "
-                "fully_shard with one mesh"
-            )
-        for inner in inners:
-            if id(inner) in seen or not inner.fsdp_params:
-                continue
-            seen.add(id(inner))
-            group = ShardedGroup(len(groups), module, inner, first)
-            group.names = [
-                names.get(id(each.sharded_param)) or f"parameter {first + at}"
-                for at, each in enumerate(inner.fsdp_params)
-            ]
-            first += len(group.names)
-            groups.append(group)
+    for module, inner in _inner_groups(model, what):
+        group = ShardedGroup(len(groups), module, inner, first)
+        group.names = [
+            names.get(id(each.sharded_param)) or f"parameter {first + at}"
+            for at, each in enumerate(inner.fsdp_params)
+        ]
+        first += len(group.names)
+        groups.append(group)
     if not groups:
         raise ArgumentError(
             f"{what}: no module of the model is sharded; call torch's fully_shard on its blocks "
             "and on the model first"
         )
     return groups
+
+
+def _inner_groups(model: torch.nn.Module, what: str) -> Iterator[tuple[torch.nn.Module, Any]]:
+    """Yield torch's groups that have parameters, each behind a module that it belongs to."""
+    seen: set[int] = set()
+    try:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            inners = module._get_fsdp_state()._fsdp_param_groups
+            if len(inners) > 1:
+                raise ArgumentError(
+                    f"{what}: {type(module).__name__} has parameters on {len(inners)} meshes "
+                    "(shard_placement_fn), and torch takes one reduce-scatter for each module; "
+                    "call fully_shard with one mesh"
+                )
+            for inner in inners:
+                if id(inner) not in seen and inner.fsdp_params:
+                    seen.add(id(inner))
+                    yield module, inner
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"{what}: FSDP2 of torch {torch.__version__} has other parts than that of torch 2.13, "
+            f"by which gradients are met ({error}); use torch 2.13"
+        ) from error
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -17,6 +17,14 @@ long = pytest.mark.long
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("lane", ["auto", "mesh", "device"])
+def test_gradients_have_the_bits_of_the_definition(lane: str, tmp_path: Path) -> None:
+    env = {"LOFT_HVD_LANE": lane}
+    done = launch(1, [JOB, "rules", "4", str(tmp_path)], launcher="none", timeout_s=180, env=env)
+    done.succeeded(4)
+
+
+@pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and ip")
 @pytest.mark.parametrize("lane", ["auto", "mesh", "device"])
 def test_no_more_travels_than_under_plain_fsdp2(lane: str, tmp_path: Path) -> None:
@@ -29,7 +37,6 @@ def test_no_more_travels_than_under_plain_fsdp2(lane: str, tmp_path: Path) -> No
     ("whats", "num_ranks"),
     [
         ("exact refused", 4),
-        pytest.param("rules", 4, marks=long),
         pytest.param("attacked averaged", 4, marks=long),
         pytest.param("summed watched", 4, marks=long),
         pytest.param("single", 1, marks=long),

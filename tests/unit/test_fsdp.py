@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import loft_hvd as loft
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.transport.local import LocalWorld
 
 
@@ -54,6 +54,12 @@ def test_other_ways_to_shard_are_refused_with_the_line_for_exact_weights(
     for model in (kind(), torch.nn.Sequential(kind())):
         with pytest.raises(ArgumentTypeError, match=said):
             loft.fsdp_hook(model)
+
+
+def test_a_torch_without_these_parts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.fsdp.FSDPModule")
+    with pytest.raises(UsageError, match=r"fsdp_hook: FSDP2 of torch 2.* use torch 2\.13"):
+        loft.fsdp_hook(torch.nn.Linear(2, 2))
 
 
 def test_a_model_is_a_module() -> None:
