@@ -202,8 +202,9 @@ def fsdp_hook(
 def _check_scope(scope: str, rule: Rule) -> None:
     if scope == "auto":
         raise ArgumentError(
-            'fsdp_hook: scope="auto" compares ranks by whole gradients, which no rank has under '
-            'FSDP2; choose scope="shard" or scope="model"'
+            'fsdp_hook: scope="auto" is not offered, as it would hold the rows of the whole model '
+            'in the first 50 steps; choose scope="shard", or scope="model" where ranks draw from '
+            "different data"
         )
     check_scope(scope, [rule], what="fsdp_hook")
 

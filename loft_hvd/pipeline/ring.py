@@ -375,8 +375,8 @@ def to_shard_owners(
 ) -> Exchange:
     """Apply a rule on shard owners, who keep the results: ``result`` is [numel / world_size].
 
-    What was sent, and ``room``, are free for an exchange that begins after another one, of all
-    ranks, has ended.
+    What was sent may be changed once the next exchange among these ranks has ended: each of them
+    begins that after it has read the rows of this one.
 
     Args:
         spec: of a multiple of world_size values, which travel as they are.

@@ -57,12 +57,6 @@ class _Together:
         self.watch = reductions[0].watch
         self._reductions = reductions
 
-    @property
-    def place(self) -> str:
-        """What they wait for, by the first of them."""
-        late = [each.place for each in self._reductions if not each.done()]
-        return ", ".join(late[:1]) or "a step"
-
     def done(self) -> bool:
         return all([each.done() for each in self._reductions])  # each is moved on
 
@@ -184,8 +178,8 @@ class ScatterExchanges:
         self._selection.forget(gone)  # of parameters that had no gradient
         self._selection.complete()
         if self._open:
-            together = _Together(list(self._open.values()))
-            self._channel.wait(together, what=together.place)
+            open_ones = list(self._open.values())
+            self._channel.wait(_Together(open_ones), what=open_ones[0].place)
         self._open.clear()
         self._selection.is_whole = False
 

@@ -39,6 +39,7 @@ def test_no_more_travels_than_under_plain_fsdp2(lane: str, tmp_path: Path) -> No
         ("exact refused", 4),
         pytest.param("attacked averaged", 4, marks=long),
         pytest.param("summed watched", 4, marks=long),
+        pytest.param("fitted", 4, marks=long),
         pytest.param("single", 1, marks=long),
     ],
 )

@@ -24,7 +24,7 @@ class FullyShardedDataParallel(torch.nn.Module):
     ("rule", "options", "said"),
     [
         ("median", {}, r"rule='median' is of type str; pass one such as"),
-        (loft.Mean(), {"scope": "auto"}, r'scope="auto" compares ranks by whole gradients'),
+        (loft.Mean(), {"scope": "auto"}, r'scope="auto" is not offered, as it would hold'),
         (loft.Median(), {"scope": "model"}, r'scope="model" is for rules that judge rows by their'),
         (loft.Mean(), {"quarantine": True}, r"quarantine= needs a robust rule"),
         (
