@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,16 +20,17 @@ from loft_hvd.balance.balancer_options import BalancerOptions, MaxBatch
 from loft_hvd.balance.batches import OTHER_THREAD, BatchQueue, plan_in_force
 from loft_hvd.balance.controller import write_decisions
 from loft_hvd.balance.first_sizes import FirstSizes
-from loft_hvd.balance.goodput import GradientNoise
+from loft_hvd.balance.goodput import LR_RULES, GradientNoise, LrRule
 from loft_hvd.balance.interval import RankTimes
 from loft_hvd.balance.latency import Held
+from loft_hvd.balance.learning_rate import read_lr_scale, scale_lr
 from loft_hvd.balance.limits import assume_limits, meet
 from loft_hvd.balance.live import LivePlan
 from loft_hvd.balance.loft import DEAD_BAND
 from loft_hvd.balance.meetings import follow, weigh_meetings
 from loft_hvd.balance.memory import MemoryWatch, agree_on_probes, logged_caps, try_batches
 from loft_hvd.balance.plan import MIN_BATCH, Counted, Plan, StepSizes, proportional_sizes
-from loft_hvd.balance.policies import make_policy
+from loft_hvd.balance.policies import make_auto, make_policy
 from loft_hvd.balance.policy import Policy
 from loft_hvd.balance.resume import SavedRun
 from loft_hvd.balance.stopwatch import make_device_clock
@@ -58,11 +60,19 @@ class Balancer(NeverCopied):
     that come into force at the same step everywhere.
 
     Args:
-        global_batch_size: samples of all ranks together in one backward pass, > 0.
+        global_batch_size: samples of all ranks together in one backward pass, > 0; "auto" lets it
+            follow the gradients' noise, from ``min_global`` on.
         policy: "loft" (sizes that even out fetch and compute times, after LOFT), "lbbsp-cpu" and
             "lbbsp-gpu" (compute times only, after LB-BSP), "uniform" (equal sizes), "report"
             (equal sizes; made for its ``explain``), a policy object such as ``Replay``, or the
             list of every rank's samples, [world_size], adding up to ``global_batch_size``.
+        min_global: with "auto" the fewest samples of a global batch, those that the learning rate
+            is for.
+        max_global: with "auto" the most samples of one.
+        lr_scale: with "auto" how the learning rate grows with the global batch: "adascale" (SGD),
+            "sqrt" (Adam), "linear", or a function of the global batch, ``min_global`` and the noise
+            scale that returns a factor; None takes "sqrt" for optimizers with betas, else
+            "adascale". ``lambda *_: 1.0`` leaves it alone.
         min_batch: fewest samples an adaptive policy gives a rank, and the samples of the dummy
             batch of a rank that has none, >= 1.
         max_batch: most samples of a rank (its memory), unless sizes are given as a list: one
@@ -109,9 +119,12 @@ class Balancer(NeverCopied):
 
     def __init__(  # noqa: PLR0913 - a script sets few of them, by name
         self,
-        global_batch_size: int,
+        global_batch_size: int | Literal["auto"],
         policy: str | Sequence[int] | Policy = "loft",
         *,
+        min_global: int | None = None,
+        max_global: int | None = None,
+        lr_scale: str | LrRule | None = None,
         min_batch: int = MIN_BATCH,
         max_batch: MaxBatch = None,
         grain: int | None = None,
@@ -129,10 +142,15 @@ class Balancer(NeverCopied):
         self._transport = default_transport() if transport is None else transport
         meter_torch()  # a script may wait in collectives of torch's beside any engine
         weigh_meetings()
+        self.is_auto = global_batch_size == "auto"
+        made, given = self._read_batch(
+            global_batch_size, policy, least=min_global, most=max_global, dead_band=dead_band
+        )
+        self._lr_rule = read_lr_scale(lr_scale, is_auto=self.is_auto)
         self._options = BalancerOptions(
-            global_batch_size,
+            given,
             self._transport.world_size,
-            make_policy(policy, dead_band=dead_band),
+            made,
             min_batch=min_batch,
             max_batch=max_batch,
             grain=grain,
@@ -144,7 +162,7 @@ class Balancer(NeverCopied):
             first_sizes=first_sizes,
             max_count=max_count,
         )
-        self._base = global_batch_size, self._transport.world_size  # what a resize starts from
+        self._base = given, self._transport.world_size  # what a resize starts from
         self._clock, self._log_dir = clock, log_dir
         self._own_cap: int | None = None  # as probed
         self._is_plugged = False  # into an optimizer
@@ -157,7 +175,6 @@ class Balancer(NeverCopied):
         self._batches = BatchQueue()
         self._batches.count_micro = self.count_micro
         self.policy, self.interval, self.min_batch = policy, interval, min_batch  # as given
-        self.global_batch_size = global_batch_size  # of the ranks there are now
         self.min_ranks = 1  # that must have samples in every step: 2f+1 of the optimizer's rule
         self.num_worlds = 0  # begun; what optimizers asked for is forgotten with each
         self.log = open_run_log(log_dir, rank=self._transport.rank)  # off on ranks other than 0
@@ -177,6 +194,26 @@ class Balancer(NeverCopied):
         )
         self._memory.caps = caps
         self._live = self._make_live()
+
+    @staticmethod
+    def _read_batch(
+        global_batch_size: int | Literal["auto"],
+        policy: str | Sequence[int] | Policy,
+        *,
+        least: int | None,
+        most: int | None,
+        dead_band: float,
+    ) -> tuple[Policy, int]:
+        """Return the policy, and the global batch that a run begins with."""
+        if global_batch_size == "auto":
+            auto = make_auto(policy, least=least, most=most, dead_band=dead_band)
+            return auto, auto.least
+        if (least, most) != (None, None):
+            raise ArgumentError(
+                f"Balancer: min_global={least} and max_global={most} are limits of "
+                f"global_batch_size='auto', and it is {global_batch_size!r}; leave them away"
+            )
+        return make_policy(policy, dead_band=dead_band), global_batch_size
 
     def _make_live(self) -> LivePlan:
         return LivePlan(
@@ -273,7 +310,6 @@ class Balancer(NeverCopied):
             self._base = total, first_size
             total = max(1, round(total * world_size / first_size))
         self._options = replace(self._options, world_size=world_size, global_batch_size=total)
-        self.global_batch_size = total
 
     def probe(
         self,
@@ -333,6 +369,16 @@ class Balancer(NeverCopied):
     def plan(self) -> Plan:
         """The newest plan."""
         return self._live.plan
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step by the newest plan, of the ranks that there are now."""
+        return self.plan.global_batch_size if self.is_auto else self._options.global_batch_size
+
+    @property
+    def most_samples(self) -> int:
+        """Samples of a step by any plan, at most."""
+        return self._options.policy.most or self._options.global_batch_size
 
     @property
     def history(self) -> list[Plan]:
@@ -843,6 +889,31 @@ class Balancer(NeverCopied):
     def hold(self, ranks: Sequence[int]) -> None:
         """Give ranks that are in quarantine no samples from the next adaptive plan on."""
         self._live.hold(ranks)
+
+    def lr_factor(self, *, is_adaptive: bool) -> float:
+        """Return the factor on the learning rate in the step that ends now; 1 without "auto".
+
+        The same on every rank. ``is_adaptive``: the optimizer divides by its gradients' size.
+        """
+        if not self.is_auto:
+            return 1.0
+        trained, base = self._batches.trained, self._options.least
+        at = self.plan if trained is None else plan_in_force(self.history, trained.step)
+        scale = math.inf if self.noise is None else self.noise.scale
+        rule = self._lr_rule or LR_RULES["sqrt" if is_adaptive else "adascale"]
+        return rule(at.global_batch_size, base, scale)
+
+    def scale_lr(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Let an optimizer's learning rates grow with a global batch that is chosen by "auto".
+
+        ``DistributedOptimizer(balancer=)`` calls it by itself; under DDP call it once. Rates are
+        multiplied for the time of each step alone, so that schedulers and checkpoints have those
+        that the script has set.
+
+        Returns:
+            What ends it, when it is called.
+        """
+        return scale_lr(optimizer, self.lr_factor)
 
     def note_noise(self, noise: GradientNoise | None) -> None:
         """Take what is known of the gradients' noise, the same on every rank."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
+from loft_hvd.balance.auto import AutoBatch
 from loft_hvd.balance.first_sizes import FirstSizes
 from loft_hvd.balance.plan import MOST_MICRO, check_sizes, whole_sizes
 from loft_hvd.balance.policy import Policy
@@ -80,6 +81,11 @@ class BalancerOptions:
                 f"Balancer: on_resize={self.on_resize!r} is not known; it takes "
                 f"{' or '.join(map(repr, ON_RESIZE))}"
             )
+        if self.policy.most is not None and self.on_resize == "keep_per_rank":
+            raise ArgumentError(
+                "Balancer: on_resize='keep_per_rank' is of a global batch that is given, and "
+                "global_batch_size='auto' chooses it; leave on_resize away"
+            )
         is_short = self.interval is not None and self.interval < _FEWEST_STEPS
         if self.policy.is_adaptive and is_short:
             raise ArgumentError(
@@ -103,6 +109,19 @@ class BalancerOptions:
     def splits(self) -> bool:
         """Whether a share beyond a rank's cap comes in micro-batches."""
         return bool(self.micro_batches)
+
+    @property
+    def least(self) -> int:
+        """Fewest samples of a plan."""
+        return self.policy.least if isinstance(self.policy, AutoBatch) else self.global_batch_size
+
+    def going_on_with(self, total: int) -> BalancerOptions:
+        """Return the options that begin with a global batch of an earlier run, if they may."""
+        return replace(self, global_batch_size=self.nearest(total))
+
+    def nearest(self, total: int) -> int:
+        """Return the global batch nearest to another one that a plan may have."""
+        return min(max(total, self.least), self.policy.most or self.least)
 
     @property
     def name(self) -> str:

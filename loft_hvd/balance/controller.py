@@ -78,7 +78,7 @@ class MadeFor:
     """What a controller's state is of."""
 
     world_size: int
-    global_batch_size: int
+    global_batch_size: int  # of the newest plan, where the policy chooses it
     policy: str
 
 
@@ -145,16 +145,17 @@ class Controller:
         pass_caps: Sequence[int | None] | None = None,
         first_sizes: Sizes = (),
     ) -> None:
-        total = global_batch_size
+        policy = make_policy(policy)
+        most = policy.most or global_batch_size
         caps = [max_batch] * world_size if isinstance(max_batch, int | None) else list(max_batch)
         if len(caps) != world_size:
             raise ArgumentError(
                 f"Controller: max_batch={caps} has {len(caps)} entries for {world_size} ranks"
             )
-        highest = [total if cap is None else min(cap, total) for cap in caps]
+        highest = [most if cap is None else min(cap, most) for cap in caps]
         bounds = Bounds.of(world_size, floor=min_batch, cap=highest, grain=grain)
         self.task = Task(global_batch_size, bounds, pass_caps)
-        self.policy = make_policy(policy)
+        self.policy = policy
         self.settle_steps, self.max_sizes = settle_steps, max_sizes
         sizes, why = self.policy.start(self.task), f"start: {self.policy.name}"
         if first_sizes:
@@ -255,6 +256,7 @@ class Controller:
 
     def _add(self, made: Decision) -> Plan:
         self.history.append(made)
+        self.task = replace(self.task, global_batch_size=sum(made.sizes))
         return made.plan
 
     def _propose(self, interval: Interval, step: int) -> Proposal | None:
@@ -298,7 +300,7 @@ class Controller:
         """
         if (np.array(sizes) <= self.task.bounds.cap).all():
             return sizes
-        return self.task.rounded(np.array(sizes, dtype=np.float64))
+        return round_to_lattice(np.array(sizes, np.float64), sum(sizes), self.task.bounds)
 
     def _while_warm(self, sizes: Sizes) -> Sizes:
         """Hold ranks whose memory is unknown at their first size in the first intervals."""
@@ -310,7 +312,7 @@ class Controller:
             return sizes
         held = Bounds(np.minimum(bounds.floor, cap), cap, bounds.grain)
         wanted = np.array(sizes, dtype=np.float64)
-        return round_to_lattice(wanted, self.task.global_batch_size, held)
+        return round_to_lattice(wanted, sum(sizes), held)
 
     def _with_few_sizes(self, sizes: Sizes) -> Sizes:
         """Replace sizes that would be too many for a rank by the nearest that it has had."""
@@ -349,7 +351,7 @@ class Controller:
         made = self.history[-1]
         line = (
             f"plan {made.plan_id} from step {made.first_step}: sizes {list(made.sizes)} of "
-            f"global_batch_size={self.task.global_batch_size} ({made.reason})"
+            f"global_batch_size={sum(made.sizes)} ({made.reason})"
         )
         if made.predicted_s is not None and made.predicted_gain is not None:
             line += f"; a step should take {made.predicted_s:.3g} s, {made.predicted_gain:.1%} less"
@@ -395,9 +397,10 @@ class Controller:
     def go_on(self, saved: ControllerState) -> None:
         """Go on from what was saved; one that is refused changes nothing."""
         was, here = asdict(saved.made_for), asdict(self._made_for)
+        given = [name for name in here if self.policy.most is None or name != "global_batch_size"]
         wrong = [
             f"{name}={was[name]!r} instead of {here[name]!r}"
-            for name in here
+            for name in given
             if was[name] != here[name]
         ]
         if wrong:
@@ -406,6 +409,7 @@ class Controller:
                 "this one with the same, or start it afresh"
             )
         self.policy.load_state_dict(saved.learnt)  # first: it refuses what it cannot read
+        self.task = replace(self.task, global_batch_size=saved.made_for.global_batch_size)
         self.history, self._num_intervals = list(saved.history), saved.num_intervals
         self.quarantine, self._unsent = saved.quarantine, None
         self.discarded = Counter({(rank, why): n for rank, why, n in saved.discarded})

@@ -161,13 +161,13 @@ class TimesExchange:
             work = channel.transport.broadcast(wire, name=channel.name)
         self._under_way[_PLAN] = work, wire, wire
 
-    def receive_plan(self, *, global_batch_size: int) -> Plan | None:
-        """Return rank 0's plan, validated, or None when none is under way."""
+    def receive_plan(self, *, global_batch_size: int, most: int | None = None) -> Plan | None:
+        """Return rank 0's plan, validated as ``from_wire`` does; None when none is under way."""
         wire, world_size = self._receive(_PLAN), self._channel.world_size
         if wire is None:
             return None
         return Plan.from_wire(
-            wire.numpy(), world_size=world_size, global_batch_size=global_batch_size
+            wire.numpy(), world_size=world_size, global_batch_size=global_batch_size, most=most
         )
 
     def _receive(self, what: str) -> Tensor | None:
@@ -626,6 +626,7 @@ class LivePlan:
             num_steps=self.num_steps,
             first_step=first_step,
             held=self._held,
+            noise=self.noise,
         )
         self._beside.begin(work)
         return report
@@ -640,6 +641,7 @@ class LivePlan:
         num_steps: int,
         first_step: int | None,
         held: Sequence[int],
+        noise: GradientNoise | None,
     ) -> _Decided:
         """Take in an interval, beside training; on rank 0 also log its times, and decide on it.
 
@@ -655,6 +657,7 @@ class LivePlan:
         if controller is None or interval is None or first_step is None:
             return None, lambda: None
         controller.observe(interval)
+        controller.policy.share_noise(noise)
         if self._options.policy.is_adaptive:
             controller.quarantine.hold(held)
         plan = controller.decide(first_step)
@@ -699,8 +702,10 @@ class LivePlan:
 
     def _take_plan(self) -> None:
         """Take what rank 0 has planned, if it is under way; refuse what must not be followed."""
-        rank, total = self._transport.rank, self._options.global_batch_size
-        plan = self._exchange.receive_plan(global_batch_size=total)
+        rank, options = self._transport.rank, self._options
+        plan = self._exchange.receive_plan(
+            global_batch_size=options.least, most=options.policy.most
+        )
         if plan is None or plan.plan_id == self.plan.plan_id:  # rank 0 always sends one
             return
         if plan.plan_id != self.plan.plan_id + 1:
@@ -722,10 +727,9 @@ class LivePlan:
 
     def explain(self, *, verbose: bool = False) -> str:
         """Say what waits cost and who causes them, what is planned, and why (on rank 0)."""
-        total = self._options.global_batch_size
-        head = (
-            f"plan {self.plan.plan_id}: sizes {list(self.plan.sizes)} of global_batch_size={total}"
-        )
+        plan = self.plan
+        total = plan.global_batch_size
+        head = f"plan {plan.plan_id}: sizes {list(plan.sizes)} of global_batch_size={total}"
         if not self._options.policy.plans_batches:
             head = "batches are the script's own: it is only watched"
         if not self.times and self._batches.num_untold > 1:
@@ -798,6 +802,7 @@ class LivePlan:
         """
         self._beside.drop()
         is_same = can_go_on(saved, self._limits, self._options, warns=self._transport.rank == 0)
+        self._options = self._options.going_on_with(saved.history[-1].global_batch_size)
         learnt = saved.controller if is_same else None
         if learnt is not None and self._controller is not None:
             self._controller.go_on(learnt)  # first: it may refuse

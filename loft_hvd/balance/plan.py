@@ -145,8 +145,13 @@ class Plan:
         return np.array([self.plan_id, self.first_step, *self.sizes], dtype=np.int64)
 
     @classmethod
-    def from_wire(cls, wire: Ints, *, world_size: int, global_batch_size: int) -> Plan:
-        """Read what ``to_wire`` wrote on another rank, or raise where it is no plan for here."""
+    def from_wire(
+        cls, wire: Ints, *, world_size: int, global_batch_size: int, most: int | None = None
+    ) -> Plan:
+        """Read what ``to_wire`` wrote on another rank, or raise where it is no plan for here.
+
+        With ``most`` its sizes may add up to more than ``global_batch_size``, as far as that.
+        """
         values = wire.tolist()
         if len(values) != _HEADER + world_size:
             raise PlanError(
@@ -154,10 +159,11 @@ class Plan:
                 f"but {len(values)} arrived: {values}"
             )
         plan = cls(values[0], values[1], tuple(values[_HEADER:]))
-        if plan.global_batch_size != global_batch_size:
+        if not global_batch_size <= plan.global_batch_size <= (most or global_batch_size):
+            text = str(global_batch_size) if most is None else f"{global_batch_size} to {most}"
             raise PlanError(
                 f"plan {plan.plan_id}: sizes {list(plan.sizes)} add up to "
-                f"{plan.global_batch_size}, but global_batch_size={global_batch_size}"
+                f"{plan.global_batch_size}, but global_batch_size={text}"
             )
         return plan
 

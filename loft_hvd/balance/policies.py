@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from loft_hvd.balance.auto import AutoBatch
 from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.lbbsp import LbBspCpu, LbBspGpu
 from loft_hvd.balance.loft import DEAD_BAND, Loft
@@ -18,7 +20,7 @@ from loft_hvd.codec import Count, decode
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, DataError, PlanError
 from loft_hvd.runlog import read_json_lines
 
-__all__ = ["POLICIES", "Fixed", "Replay", "Uniform", "Unplanned", "make_policy"]
+__all__ = ["POLICIES", "Fixed", "Replay", "Uniform", "Unplanned", "make_auto", "make_policy"]
 
 _GIVE = (
     "give what Balancer.write_plans wrote, a JSON object a line with first_step and sizes, or a "
@@ -148,6 +150,32 @@ def _read_plan(path: str, number: int, row: Any) -> _Row:
 def _is_plan(row: Any) -> bool:
     """Whether a line is of a plan; in a file of plans, without kinds, all are."""
     return not isinstance(row, Mapping) or row.get("kind", "plan") == "plan"
+
+
+def make_auto(
+    policy: str | Sequence[int] | Policy, *, least: object, most: object, dead_band: float
+) -> AutoBatch:
+    """Return the policy that chooses the global batch, of ``least`` to ``most`` samples."""
+    for what, value in (("min_global", least), ("max_global", most)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ArgumentTypeError(
+                f"Balancer: {what}={value!r} must be a whole number with global_batch_size='auto': "
+                "give the fewest and the most samples of all ranks in a step, such as "
+                "Balancer('auto', min_global=64, max_global=1024)"
+            )
+    assert isinstance(least, int)
+    assert isinstance(most, int)
+    if not 1 <= least <= most:
+        raise ArgumentError(
+            f"Balancer: min_global={least} and max_global={most} must be >= 1 and in this order"
+        )
+    if policy not in ("loft", "uniform"):
+        raise ArgumentError(
+            f"Balancer: policy={policy!r} does not go with global_batch_size='auto'; it takes "
+            "'loft' or 'uniform', or a fixed global batch"
+        )
+    make = partial(make_policy, policy, dead_band=dead_band)
+    return AutoBatch(make, least=least, most=most, dead_band=dead_band)
 
 
 def make_policy(policy: str | Sequence[int] | Policy, *, dead_band: float = DEAD_BAND) -> Policy:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.fit import Fit
+from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.latency import Held
 from loft_hvd.balance.plan import Bounds, Floats, Plan, Sizes
@@ -78,6 +79,7 @@ class Policy(ABC):
     """
 
     name: str  # what explanations, run logs and saved states call it
+    most: int | None = None  # samples of a global batch that it chooses itself; None: it is given
     uses_times: bool = True  # one that does not needs no controller to train by
     is_adaptive: bool = True  # makes new plans while training runs
     plans_batches: bool = True  # its sizes are what ranks train on
@@ -120,6 +122,10 @@ class Policy(ABC):
     def share_held(self, held: Held) -> None:
         """Take what ranks keep of the data set, as an iteration begins."""
         del held
+
+    def share_noise(self, noise: GradientNoise | None) -> None:
+        """Take what is known of the gradients' noise, before an interval is proposed on."""
+        del noise
 
     def share_bars(self, allowed: Callable[[Sizes], Allowed]) -> None:
         """Take what tells the sizes that may come into force in place of others.

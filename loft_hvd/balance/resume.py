@@ -222,7 +222,11 @@ def can_go_on(
         f"{name} was {reprlib.repr(before)} and is {now!r}"
         for name, before, now in (
             ("policy", saved.policy or options.policy.text, options.policy.text),
-            ("global_batch_size", newest.global_batch_size, options.global_batch_size),
+            (
+                "global_batch_size",
+                newest.global_batch_size,
+                options.nearest(newest.global_batch_size),
+            ),
         )
         if before != now
     ]

@@ -322,7 +322,7 @@ class EqualBatches:
     """In place of a ``Balancer`` where there is none: every rank's gradient weighs the same."""
 
     num_worlds = 0
-    splits = False
+    splits = is_auto = False
     newest_batch = ""  # any: ranks draw them as they like
 
     def __init__(self, log: RunLog) -> None:
@@ -340,8 +340,8 @@ class EqualBatches:
     def _ignore(self, *_: Any, **__: Any) -> None:
         """Time nothing, plan nothing, and let any world and any rule be right."""
 
-    check_world = require = compute_on = gradient_arrived = computing_ended = hold = _ignore
-    note_noise = _ignore
+    check_world = require = compute_on = gradient_arrived = computing_ended = _ignore
+    hold = note_noise = _ignore
 
 
 def batches_of(

@@ -252,6 +252,8 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
         super().__init__(options.optimizer)
         self._advise_betas()
         tell_of_unscaling(self)
+        if options.balancer is not None and options.balancer.is_auto:
+            options.balancer.scale_lr(options.optimizer)
 
     def _make_world(self, *, should_agree: bool) -> OptimizerWorld | IdleWorld:
         transport = self._options.find_transport()

@@ -42,7 +42,7 @@ class StepSource(Protocol):
     """What front ends ask of a balancer, and tell it."""
 
     @property
-    def global_batch_size(self) -> int:
+    def most_samples(self) -> int:
         """Samples of one backward pass, at most, on all ranks that there are now together."""
 
     @property
@@ -188,7 +188,7 @@ class Passes:
             return
         most = self._channel.world_size  # a sample each, as in ``AverageWeights``
         if self._source is not None:
-            most = self._source.global_batch_size * (self._num_passes or 1)
+            most = self._source.most_samples * (self._num_passes or 1)
         self._momentum.join(self._channel, most_samples=most)
 
     @property

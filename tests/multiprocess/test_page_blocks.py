@@ -63,6 +63,26 @@ Path("scenario.toml").write_text(
 )
 """
 _SCRIPTS = {
+    "global-batch.md": Script(
+        num_ranks=4,
+        around={
+            'balancer = loft.Balancer("auto", min_global=64, max_global=1024)': (
+                "",
+                "optimizer, count = wrapped(balancer=balancer), 0\n"
+                "loader = loft.DataLoader(dataset, balancer)\n"
+                "for epoch in range(8):\n"
+                "    loader.set_epoch(epoch)\n"
+                "    for x, y in loader:\n"
+                "        optimizer.zero_grad()\n"
+                "        loss_fn(model(x), y).backward()\n"
+                "        optimizer.step()\n"
+                "        count += 0 if loader.is_padding else len(y)\n"
+                "assert total(count) == 8 * 600\n"
+                "assert balancer.noise.num_steps >= 30\n"
+                "assert optimizer.param_groups[0]['lr'] == 0.1\n",
+            ),
+        },
+    ),
     "attacks.md": Script(
         num_ranks=8,
         around={

@@ -24,6 +24,7 @@ class Sizes(EqualBatches):
         super().__init__(RunLog(None))
         self.passes = list(passes)
         self.global_batch_size = global_batch_size or max(map(sum, self.passes))
+        self.most_samples = self.global_batch_size
 
     max_count: int | None = None
 
