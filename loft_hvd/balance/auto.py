@@ -22,7 +22,6 @@ from loft_hvd.errors import PlanError
 __all__ = ["AutoBatch"]
 
 _KEPT = 16  # intervals from which shares are known when the global batch changes
-_SETTLED = 2  # intervals that a global batch has before another one follows
 _GROWTH = 2.0  # on the largest batch that a rank has computed, where its memory is unknown
 
 
@@ -32,7 +31,6 @@ class AutoState:
 
     global_batch_size: Count
     seen: list[Count]  # global batches that have been measured
-    settled: Count = 0  # intervals that the newest one has been measured
     lost: float = 0.0  # surely, by not changing it so far, as a share of one interval
     shares: dict[str, Any] | None = None  # the state of the policy that shares it out
     note: str = "nothing has been measured"
@@ -113,7 +111,6 @@ class AutoBatch(Policy):
         if total != state.global_batch_size:
             return None  # of a plan before, or of a quarantine
         self._intervals.append(interval)
-        state.settled += 1
         if total not in state.seen:
             state.seen.append(total)
         proposal = self._shares.propose(interval, first_step=first_step)
@@ -129,7 +126,7 @@ class AutoBatch(Policy):
             )
             return proposal
         state.lost += worth.sure
-        if state.lost < self._dead_band or state.settled < _SETTLED:
+        if state.lost < self._dead_band:
             state.note = (
                 f"{worth.global_batch_size} samples a step would surely bring {worth.sure:.1%} of "
                 f"progress a second: waiting has cost {state.lost:.1%} of an interval so far"
@@ -144,7 +141,7 @@ class AutoBatch(Policy):
 
     def _change(self, total: int) -> None:
         assert self.task is not None
-        self.state = replace(self.state, global_batch_size=total, settled=0, lost=0.0, shares=None)
+        self.state = replace(self.state, global_batch_size=total, lost=0.0, shares=None)
         self._share_out(replace(self.task, global_batch_size=total))
 
     def _best(self, interval: Interval) -> tuple[Worth, Sizes, bool] | None:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -287,6 +287,7 @@ class Balancer(NeverCopied):
         self._batches.restart()
         self._agree()
         self._resize()
+        noise = self._agree_on_noise() if self.is_auto else None
         known, fresh = self._memory.caps, self._own_cap
         self.limits = meet(self._transport, self._options, found=known, own_cap=fresh)
         self._memory.limits, self._memory.caps = self.limits, dict(self.limits.found)
@@ -296,6 +297,21 @@ class Balancer(NeverCopied):
         older.close()  # the new one starts the same policy afresh
         self._live = self._make_live()
         self._live.go_on_from(older)
+        self._live.noise = noise
+
+    def _agree_on_noise(self) -> GradientNoise | None:
+        """Go on with rank 0's global batch, and with its noise: a rank that joins knows neither."""
+        noise, total = self._live.noise, self._live.plan.global_batch_size
+        known = astuple(GradientNoise(0, 0, 0, 0, 0, 0) if noise is None else noise)
+        row = torch.tensor([total, *known], dtype=torch.float64)
+        Channel(self._transport, "loft.balancer.batch").broadcast(row, what="global batch")
+        first, signal, signal_error, variance, variance_error, scale_error, num_steps = row.tolist()
+        self._options = self._options.going_on_with(round(first))
+        if not num_steps:
+            return None
+        return GradientNoise(
+            signal, signal_error, variance, variance_error, scale_error, round(num_steps)
+        )
 
     def _resize(self) -> None:
         """Work out the global batch of the ranks there are now, by rank 0's first world."""
@@ -414,7 +430,7 @@ class Balancer(NeverCopied):
     def noise(self) -> GradientNoise | None:
         """How much gradients differ from sample to sample, as an optimizer has measured it.
 
-        The same on every rank; None in the first 50 steps, or where nobody measures it.
+        The same on every rank; None in the first 25 steps, or where nobody measures it.
         """
         return self._live.noise
 
@@ -917,7 +933,8 @@ class Balancer(NeverCopied):
 
     def note_noise(self, noise: GradientNoise | None) -> None:
         """Take what is known of the gradients' noise, the same on every rank."""
-        self._live.noise = noise
+        if noise is not None:  # what a run goes on from stays until more is known
+            self._live.noise = noise
 
     def step_ended(self) -> None:
         """Close an optimizer step; exchange times and plans when it is time for them."""

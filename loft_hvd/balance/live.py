@@ -790,6 +790,8 @@ class LivePlan:
                 policy=self._options.policy.text,
                 devices=list(self._limits.keys),
                 measured=self._archive.rows(),
+                # A state has finite numbers.
+                noise=self.noise if self.noise and math.isfinite(self.noise.scale_error) else None,
             )
         )
 
@@ -809,6 +811,7 @@ class LivePlan:
             self._controller.send_again_after(saved.history[-1].plan_id)
         self._exchange.forget()
         self._archive.take(saved.measured)
+        self.noise = saved.noise
         if learnt is None:
             self._own_controller = make_controller(self._options, self._limits)
             self._recall()

@@ -169,12 +169,12 @@ def make_auto(
         raise ArgumentError(
             f"Balancer: min_global={least} and max_global={most} must be >= 1 and in this order"
         )
-    if policy not in ("loft", "uniform"):
+    if policy != "loft":  # who knows no times cannot say what another global batch takes
         raise ArgumentError(
-            f"Balancer: policy={policy!r} does not go with global_batch_size='auto'; it takes "
-            "'loft' or 'uniform', or a fixed global batch"
+            f"Balancer: policy={policy!r} does not go with global_batch_size='auto'; use 'loft', "
+            "or a fixed global batch"
         )
-    make = partial(make_policy, policy, dead_band=dead_band)
+    make = partial(Loft, dead_band=dead_band)
     return AutoBatch(make, least=least, most=most, dead_band=dead_band)
 
 

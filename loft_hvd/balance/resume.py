@@ -17,6 +17,7 @@ import numpy as np
 
 from loft_hvd.balance.balancer_options import BalancerOptions
 from loft_hvd.balance.controller import SETTLE_STEPS, Controller, ControllerState
+from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.balance.interval import COLUMNS, SIZE, Amount, Floats, Interval
 from loft_hvd.balance.limits import RankLimits
 from loft_hvd.balance.plan import Bounds, Ints, Plan, check_history, equal_sizes
@@ -189,6 +190,7 @@ class SavedRun:
     policy: str | None = None  # its name or sizes; None fits any
     devices: list[str] | None = None  # keys by rank, [world_size]; None fits any
     measured: dict[str, list[_Row]] = field(default_factory=dict)  # rows of the ``Archive``
+    noise: GradientNoise | None = None  # of the gradients, as last measured
 
     def __post_init__(self) -> None:
         if not all(len(row) > 2 for row in self.plans):

@@ -51,7 +51,8 @@ __all__ = ["INTERVAL", "NoiseMeter", "PairSums", "StepSamples", "estimate", "est
 Floats = npt.NDArray[np.float64]
 _Known = TypeVar("_Known")  # what an interval showed
 
-INTERVAL = 10  # steps between two exchanges
+INTERVAL = 10  # steps between two exchanges; half of them in the first steps, to know it soon
+_FIRST_STEPS = 50
 _BLOCK = 256  # values next to each other that are looked at: 16 cache lines of float32
 _EVERY = 128  # one block in so many, of rows below a million values in fewer
 _FEWEST_VALUES = 1 << 13  # of a row are looked at, where it has them: 1.6 % by chance, in one step
@@ -446,16 +447,14 @@ class NoiseMeter:
             self._way = _RowNoise(channel, groups)
         self._sends_averages = False  # in the step before
         self._num_steps = 0
+        self._turn = 0  # exchanges so far: other blocks are looked at after each
+        self._next = INTERVAL // 2  # the step that the next one comes after
         self._exchange: tuple[Work, Tensor, Tensor] | None = None  # what is sent, what arrives
         self.newest: GradientNoise | None = None
 
     def suits(self, rules: Sequence[Rule]) -> bool:
         """Say whether it can measure under other rules, too."""
         return _are_means(rules) == isinstance(self._way, _NormNoise)
-
-    @property
-    def _turn(self) -> int:
-        return self._num_steps // INTERVAL
 
     def look(self, rows: Rows, out: Tensor) -> None:
         """Look at rows, [num_rows, numel], of what is aggregated into ``out``; in any thread."""
@@ -470,8 +469,9 @@ class NoiseMeter:
 
     def computing_ended(self) -> None:
         """Tell others of the steps before, if it is time to, beside buckets in flight."""
-        if self._num_steps == 0 or self._num_steps % INTERVAL:
+        if self._num_steps < self._next:
             return
+        self._next += INTERVAL if self._next >= _FIRST_STEPS else INTERVAL // 2
         row = torch.from_numpy(self._way.take())
         rows = torch.zeros(self._channel.world_size, row.numel(), dtype=torch.float64)
         name = self._channel.name
@@ -497,7 +497,8 @@ class NoiseMeter:
             found = self.newest = self._way.read(rows.numpy())
         self._way.step_reduced(samples, results, turn=self._turn)
         self._sends_averages = samples.averages is not None
-        before, self._num_steps = self._turn, self._num_steps + 1
-        if self._turn != before:
+        self._num_steps += 1
+        if self._num_steps == self._next:
+            self._turn += 1
             self._way.turned()
         return found

@@ -211,6 +211,22 @@ def test_a_run_goes_on_with_its_global_batch_among_as_many_ranks_and_others(
     assert later.global_batch_size == 512
 
 
+def test_a_new_world_goes_on_with_the_global_batch_and_the_noise() -> None:
+    def work(ends: LocalTransport) -> tuple[int, int, GradientNoise | None]:
+        balancer, _, _ = train(ends, scale=lambda _: 20_000.0, num_steps=60)
+        before = balancer.global_batch_size
+        if ends.rank == 1:  # as a rank that joins
+            balancer._live.noise = None
+        balancer.begin_world()
+        return before, balancer.global_batch_size, balancer.noise
+
+    found = run_ranks(2, work)
+    assert found[0] == found[1]
+    before, after, known = found[0]
+    assert before == after > 64
+    assert known == noise(20_000.0)
+
+
 def test_a_rule_of_the_users_own_scales_the_learning_rate() -> None:
     _, totals, rates = run(
         scale=lambda _: 20_000.0, num_steps=120, lr_scale=lambda batch, base, _: batch + base

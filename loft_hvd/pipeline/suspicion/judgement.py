@@ -52,7 +52,7 @@ _logger = logging.getLogger(__name__)
 _LOOK_EVERY = 10
 # Steps after which the run log has who is off even though nothing has changed.
 _WRITE_EVERY = 100
-_FIRST_NOISE = 50  # steps after which that of gradients is known first
+_FIRST_NOISE = 50  # steps after which that of gradients is written first
 
 
 @dataclass(frozen=True)
