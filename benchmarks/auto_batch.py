@@ -30,7 +30,6 @@ __all__ = ["Job", "Outcome", "time_to"]
 
 # Seconds that pass on the clocks stand for milliseconds: what threads really take is nothing to it.
 STEP_MS = 10.0  # of a rank, beside its samples
-EXCHANGE_MS = 10.0  # of a step, after the slowest rank
 SAMPLE_MS = (0.25, 0.5, 1.0, 1.0)
 FIXED = (64, 256, 1024)
 
@@ -58,9 +57,10 @@ class Job:
     rule: str = "mean"
     attack: float = 1.0  # by which the last rank multiplies its loss
     optimizer: str = "sgd"
-    lr: float = 0.05
+    lr: float = 0.1
     most_ms: float = 60_000.0
     interval: int = 10
+    exchange_ms: float = 10.0  # of a step, after the slowest rank
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def train(ends: LocalTransport, job: Job, model: nn.Module, data: Sequence[Tenso
 
     def met(*_: Any) -> None:
         took = passes(loader.step_sizes.sizes)
-        waited = max(took) - took[ends.rank] + EXCHANGE_MS
+        waited = max(took) - took[ends.rank] + job.exchange_ms
         clock.now += waited
         waits.add(waited)
 
@@ -162,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rule", default="mean")
     parser.add_argument("--attack", type=float, default=1.0)
     parser.add_argument("--optimizer", default="sgd", choices=("sgd", "adam"))
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--exchange-ms", type=float, default=10.0)
     parser.add_argument("--most-ms", type=float, default=20_000.0)
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--batches", nargs="*", default=["auto", *map(str, FIXED)])
@@ -177,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 optimizer=asked.optimizer,
                 lr=asked.lr,
                 most_ms=asked.most_ms,
+                exchange_ms=asked.exchange_ms,
             )
             found = time_to(job)
             print(  # noqa: T201 - a command's output

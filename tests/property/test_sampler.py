@@ -266,6 +266,46 @@ def test_resuming_with_any_world_and_global_batches_finishes_the_epoch_exactly_o
         assert done == expected
 
 
+def drawn_sizes(world_size: int, random: np.random.Generator) -> list[int]:
+    """Return sizes of any global batch of up to 96 samples."""
+    total = int(random.integers(world_size, 97))
+    return [int(size) for size in random.multinomial(total, [1 / world_size] * world_size)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("relaxed", [False, True])
+def test_300_epochs_and_200_restarts_with_changing_global_batches_lose_no_sample(
+    relaxed: bool,
+) -> None:
+    random = np.random.default_rng(7)
+    num_samples, step, num_restarts = 700, 0, 0
+    for epoch in range(300):
+        done: list[int] = []
+        world_size, state = 4, None
+        while state is None or state["position"] < num_samples:
+            plans = FakePlans(drawn_sizes(world_size, random))
+            starts = step + random.integers(1, 30, size=4)  # of an interval each
+            plans.later = {int(at): drawn_sizes(world_size, random) for at in starts}
+            placement = Placement.sharded(num_samples, world_size)
+            batches = Case(placement, plans, 3, epoch, False, relaxed).batches()
+            if state is not None:
+                step = batches.load_state_dict(state).step
+            position, draws = batches.start(first_step=step)
+            stops_after = random.integers(1, 12) if num_restarts < 200 else num_samples
+            for count, draw in enumerate(draws):
+                if count == stops_after:
+                    num_restarts += 1
+                    world_size = int(random.integers(1, 9))
+                    break
+                assert draw.step_sizes.step == step
+                assert draw.step_sizes.total == len(draw.batch)
+                done += draw.batch.tolist()
+                step, position = step + 1, draw.position
+            state = batches.state_dict(position=position, step=step)
+        assert sorted(done) == list(range(num_samples)), epoch
+    assert num_restarts == 200
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Placement, Ints, Ints]:
     world_size = draw(st.integers(1, 8))
