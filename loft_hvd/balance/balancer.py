@@ -915,7 +915,7 @@ class Balancer(NeverCopied):
             return 1.0
         trained, base = self._batches.trained, self._options.least
         at = self.plan if trained is None else plan_in_force(self.history, trained.step)
-        scale = math.inf if self.noise is None else self.noise.scale
+        scale = math.inf if self.noise is None else self.noise.scale / self._batches.num_passes
         rule = self._lr_rule or LR_RULES["sqrt" if is_adaptive else "adascale"]
         return rule(at.global_batch_size, base, scale)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["LR_RULES", "GradientNoise", "LrRule", "Worth", "candidates", "efficiency", "weigh"]
 
@@ -38,6 +38,15 @@ class GradientNoise:
         A batch of so many samples has as much noise as signal. Infinite where noise hides it.
         """
         return self.variance / self.signal if self.signal > 0 else math.inf
+
+    def of_passes(self, num_passes: int) -> GradientNoise:
+        """Return it for global batches of one backward pass, where a step adds up several."""
+        return replace(
+            self,
+            variance=self.variance / num_passes,
+            variance_error=self.variance_error / num_passes,
+            scale_error=self.scale_error / num_passes,
+        )
 
     def describe(self, global_batch_size: int) -> str:
         """Say what it means for a global batch."""

@@ -626,7 +626,7 @@ class LivePlan:
             num_steps=self.num_steps,
             first_step=first_step,
             held=self._held,
-            noise=self.noise,
+            noise=None if self.noise is None else self.noise.of_passes(self.num_passes),
         )
         self._beside.begin(work)
         return report
@@ -747,7 +747,8 @@ class LivePlan:
             if self._transport.rank == 0:
                 head = self._controller.explain(verbose=verbose)
         due = f"ranks exchange times next at step {self._say_due()}"
-        noise = [] if self.noise is None else [self.noise.describe(self.plan.global_batch_size)]
+        of_step = total * self.num_passes
+        noise = [] if self.noise is None else [self.noise.describe(of_step)]
         assert self._report is not None  # there are times
         said = describe(self.times, *look_beside(self._report))
         return "\n".join([said, head, *noise, *self._say_links(), due])

@@ -259,7 +259,7 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
 
     Raises:
         ArgumentTypeError: the optimizer has no ``synchronize``, as Horovod's has.
-        ArgumentError: the balancer plans micro-batches.
+        ArgumentError: the balancer plans micro-batches, or chooses the global batch.
         PlanError: the plan leaves too few ranks with samples.
         MismatchError: later, in ``step``: copies differ; names the ranks and the parameter.
     """
@@ -274,6 +274,12 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
             "attach: Horovod's optimizer counts the same backward passes on every rank, and with "
             "Balancer(micro_batches=True) ranks make different ones; give the optimizer itself and "
             "the balancer to loft.DistributedOptimizer"
+        )
+    if balancer.is_auto:
+        raise ArgumentError(
+            "attach: Balancer('auto') goes by the gradients' noise, and Horovod's optimizer does "
+            "not show it; give the optimizer itself and the balancer to loft.DistributedOptimizer, "
+            "or use a fixed global batch"
         )
     ranks = balancer.transport
     if not config().is_elastic:  # ranks that join would open theirs while the others train

@@ -113,6 +113,19 @@ def test_limits_and_rules_of_a_fixed_batch_are_refused() -> None:
         alone(64, lr_scale="sqrt")
 
 
+def test_horovods_own_optimizer_is_refused_as_it_shows_no_noise() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer.synchronize = lambda: None  # type: ignore[attr-defined]  # as Horovod's has
+    with pytest.raises(ArgumentError, match="does not show it"):
+        loft.attach(optimizer, alone("auto", min_global=8, max_global=32))
+
+
+def test_noise_of_several_passes_a_step_is_shared_among_their_global_batches() -> None:
+    of_one = noise(300.0, 30.0).of_passes(3)
+    assert (of_one.scale, of_one.scale_error) == (100.0, 10.0)
+    assert efficiency(of_one.scale, 64, 32) == pytest.approx(efficiency(300.0, 3 * 64, 3 * 32))
+
+
 # Jobs: noise is told, times are those of a clock.
 
 
