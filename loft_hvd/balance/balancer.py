@@ -74,7 +74,9 @@ class Balancer(NeverCopied):
             scale that returns a factor; None takes "sqrt" for optimizers with betas, else
             "adascale". ``lambda *_: 1.0`` leaves it alone.
         min_batch: fewest samples an adaptive policy gives a rank, and the samples of the dummy
-            batch of a rank that has none, >= 1.
+            batch of a rank that has none. With 0 "loft" may leave ranks out without which a step is
+            shorter, all but rank 0: to those a ``loft.DataLoader`` yields None, or an empty list of
+            micro-batches, and ``optimizer.step()`` takes part without a backward pass.
         max_batch: most samples of a rank (its memory), unless sizes are given as a list: one
             number, one for each rank, or a dict by device name, such as ``{"A100": 256, "T4": 64}``
             ("CPU" names any CPU); None for no limit. Ranks without one keep at most their first
@@ -695,6 +697,15 @@ class Balancer(NeverCopied):
         """Return how many micro-batches each rank's share takes; empty where none is split."""
         return self.limits.count_micro(sizes)
 
+    def dummy_size(self, step: int) -> int:
+        """Return the samples of the dummy batch of a rank that has none in a step.
+
+        Where ranks are left out it is mostly 0, and once an interval a few, to see what they take.
+        """
+        if self.min_batch:
+            return self.min_batch
+        return 0 if step % (self._live.schedule.interval * self._live.num_passes) else MIN_BATCH
+
     @property
     def pass_caps(self) -> tuple[int | None, ...]:
         """Most samples of a backward pass of each rank, [world_size]; None for no limit."""
@@ -800,6 +811,7 @@ class Balancer(NeverCopied):
 
         Raises:
             PlanError: the plan itself has fewer.
+            ArgumentError: several passes, and ranks may be left out.
         """
         self._is_plugged = True
         num_present = sum(size > 0 for size in self.plan.sizes)
@@ -809,7 +821,14 @@ class Balancer(NeverCopied):
                 f"{list(self.plan.sizes)} give samples to {num_present}; lower f or give more "
                 "ranks samples"
             )
+        if self.min_batch == 0 and num_passes > 1:
+            raise ArgumentError(
+                f"Balancer(min_batch=0) leaves ranks out of whole steps, and this one has "
+                f"{num_passes} backward passes of a batch each; use micro_batches=True in place of "
+                "backward_passes_per_step"
+            )
         self.min_ranks = max(self.min_ranks, min_ranks)
+        self._live.need_ranks(self.min_ranks)
         self._live.take_passes(num_passes)
         self._batches.num_passes = num_passes
 
@@ -822,6 +841,15 @@ class Balancer(NeverCopied):
     def compute_on(self, device: torch.device) -> None:
         """Take computing times by the clock of the parameters' device, where it has one."""
         self._live.timer.device_clock = make_device_clock(device)
+
+    @property
+    def has_none(self) -> bool:
+        """Whether the batch whose turn it is leaves this rank without samples."""
+        return self._batches.has_none(self.rank, self.history)
+
+    def pass_over(self) -> None:
+        """Note that this rank takes part in a step without computing anything."""
+        self._live.timer.leave_out()
 
     def begin_own_batch(self) -> None:
         """Note that training on a batch begins, if no loader of ours has said so."""

@@ -62,7 +62,7 @@ class BalancerOptions:
         for what, value in counts:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ArgumentTypeError(f"Balancer: {what}={value!r} must be a whole number")
-            if value < 1:
+            if value < 1 and (what, value) != ("min_batch", 0):
                 raise ArgumentError(f"Balancer: {what}={value} must be >= 1")
         if not isinstance(self.micro_batches, int):
             raise ArgumentTypeError(

@@ -357,6 +357,10 @@ class BatchQueue:
             self.arrivals.pop(self._waiting.popleft().step, None)
         self._num_left = None
 
+    def has_none(self, rank: int, plans: Sequence[Plan]) -> bool:
+        """Say whether a batch waits to be trained of which a rank has no samples."""
+        return bool(self._pending or self._waiting) and self.current(plans).sizes[rank] == 0
+
     def largest_done(self, rank: int) -> int:
         """Return the most samples that a rank has computed in one backward pass, 0 at first."""
         return self._largest[rank] if self._largest else 0

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from loft_hvd.balance.interval import Interval
+from loft_hvd.balance.leaving import Leaving
 from loft_hvd.balance.plan import (
     MIN_BATCH,
     Bounds,
@@ -112,8 +113,8 @@ class Controller:
         global_batch_size: samples of all ranks in one backward pass.
         world_size: number of ranks.
         policy: a name of ``POLICIES``, every rank's samples, or a policy object.
-        min_batch: least samples of a rank (the accuracy guard), >= 1; as all numbers here, checked
-            where a user gives it.
+        min_batch: least samples of a rank (the accuracy guard); 0 where a rank may have none; as
+            all numbers here, checked where a user gives it.
         max_batch: most samples of a rank (its memory): one number, one a rank (None for no
             limit), or None.
         grain: sizes are multiples of this, but for one rank when the global batch is not.
@@ -153,7 +154,11 @@ class Controller:
                 f"Controller: max_batch={caps} has {len(caps)} entries for {world_size} ranks"
             )
         highest = [most if cap is None else min(cap, most) for cap in caps]
-        bounds = Bounds.of(world_size, floor=min_batch, cap=highest, grain=grain)
+        # With 0 a rank may have no samples, but no fewer than usual if it has any.
+        floor = min_batch or max(min(MIN_BATCH, global_batch_size // world_size), 1)
+        bounds = Bounds.of(world_size, floor=floor, cap=highest, grain=grain)
+        self._bounds = bounds  # of ranks that have samples
+        self.leaving = None if min_batch or policy.most else Leaving(world_size)
         self.task = Task(global_batch_size, bounds, pass_caps)
         self.policy = policy
         self.settle_steps, self.max_sizes = settle_steps, max_sizes
@@ -232,6 +237,8 @@ class Controller:
         if self.quarantine.is_active:  # the policy waits: it knows nothing of quarantines
             return self._plan_quarantine(step)
         proposal = self._propose(interval, step)
+        if (other := self._consider_leaving(interval, step)) is not None:
+            return other
         if proposal is None or proposal.sizes == self.plan.sizes:
             return None
         allowed = self.allowed(proposal.sizes)
@@ -257,7 +264,38 @@ class Controller:
     def _add(self, made: Decision) -> Plan:
         self.history.append(made)
         self.task = replace(self.task, global_batch_size=sum(made.sizes))
+        self._restrict(made.sizes)
         return made.plan
+
+    def _restrict(self, sizes: Sizes) -> None:
+        """Let the policy plan for the ranks that have samples; it knows nothing of others."""
+        if self.leaving is None or self.quarantine.is_active:
+            return
+        bounds = self._bounds.only(np.array(sizes) > 0)
+        self.task = self.policy.task = replace(self.task, bounds=bounds)
+
+    def _consider_leaving(self, interval: Interval, step: int) -> Plan | None:
+        """Return a plan for other ranks than those that have samples now, or None."""
+        leaving, fit = self.leaving, self.policy.fit
+        if leaving is None or fit is None or self._num_intervals < _WARM_UP_INTERVALS:
+            return None
+        largest = np.max([made.sizes for made in self.history], axis=0)
+        found = leaving.consider(interval, fit, self._bounds, largest=largest)
+        if found is None:
+            return None
+        self._restrict(found.sizes)
+        allowed = self.allowed(found.sizes)
+        return self._add(
+            Decision(
+                self.plan.plan_id + 1,
+                step,
+                allowed.sizes,
+                "; ".join((found.reason, *allowed.bars)),
+                predicted_s=found.then_s,
+                predicted_gain=1.0 - found.then_s / found.now_s,
+                measured_s=interval.step_s if interval.step_s > 0 else None,
+            )
+        )
 
     def _propose(self, interval: Interval, step: int) -> Proposal | None:
         """Ask the policy; one that finds no legal sizes must not end training: sizes stay."""
@@ -342,6 +380,7 @@ class Controller:
         self.history = [
             made.get(plan, Decision(**plan.fields(), reason="of an earlier run")) for plan in plans
         ]
+        self._restrict(self.plan.sizes)
 
     def explain(self, *, verbose: bool = False) -> str:
         """Say in plain words what is planned, why, and what was not believed.
@@ -356,6 +395,7 @@ class Controller:
         if made.predicted_s is not None and made.predicted_gain is not None:
             line += f"; a step should take {made.predicted_s:.3g} s, {made.predicted_gain:.1%} less"
         lines = [line, *self.policy.explain(), *(self.policy.details() if verbose else [])]
+        lines += [self.leaving.note] if self.leaving is not None and self.leaving.note else []
         lines += [] if self._hindrance is None else [self._hindrance]
         lines += [
             f"rank {rank}: {count} reports discarded ({reason})"
@@ -413,3 +453,4 @@ class Controller:
         self.history, self._num_intervals = list(saved.history), saved.num_intervals
         self.quarantine, self._unsent = saved.quarantine, None
         self.discarded = Counter({(rank, why): n for rank, why, n in saved.discarded})
+        self._restrict(self.plan.sizes)

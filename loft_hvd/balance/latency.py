@@ -180,8 +180,9 @@ class Curves:
         return False
 
     def curves(self, low: Floats, high: Floats) -> Curves:
-        """Return the curves themselves, which must reach over [low, high]."""
-        if (self.knot_sizes[:, 0] > low).any() or (self.knot_sizes[:, -1] < high).any():
+        """Return the curves themselves, which must reach over [low, high] where that is not 0."""
+        misses = (self.knot_sizes[:, 0] > low) | (self.knot_sizes[:, -1] < high)
+        if (misses & (high > 0)).any():
             raise ArgumentError(
                 f"curves known from {self.knot_sizes[:, 0].max():g} to "
                 f"{self.knot_sizes[:, -1].min():g} samples do not reach from {low.min():g} to "
@@ -197,7 +198,8 @@ class Curves:
         """Return seconds of each rank at ``sizes`` [world_size], by straight interpolation."""
         batch = np.asarray(sizes, dtype=np.float64)
         rows = zip(batch, self.knot_sizes, self.knot_times, strict=True)
-        return np.array([np.interp(size, knots, times) for size, knots, times in rows])
+        found = [np.interp(size, knots, times) for size, knots, times in rows]
+        return np.where(batch > 0, found, 0.0)  # without samples nothing is computed
 
     def largest_within(self, limit_s: Floats) -> Floats:
         """Return the largest batches that take at most ``limit_s`` [num_targets] seconds.
@@ -367,7 +369,8 @@ class StepModel:
         """Return busy seconds of each rank for batches ``sizes``, both [..., world_size]."""
         batch = np.asarray(sizes, dtype=np.float64)
         local = self.local(batch)
-        return self.combine(self.fetch(local, batch - local), self.compute(batch))
+        busy = self.combine(self.fetch(local, batch - local), self.compute(batch))
+        return np.where(batch > 0, busy, 0.0)  # without samples nothing is computed
 
     def step_s(self, sizes: npt.ArrayLike) -> float:
         """Return the seconds of a step: the slowest rank, then the aggregation."""

@@ -428,6 +428,11 @@ class LivePlan:
             self.num_passes = num_passes
             self._write_schedule()
 
+    def need_ranks(self, min_ranks: int) -> None:
+        """Let plans leave samples to so many ranks at least."""
+        if self._controller is not None and self._controller.leaving is not None:
+            self._controller.leaving.min_ranks = min_ranks
+
     def settle(self) -> None:
         """Wait until nothing works on the policy, the controller or the archive.
 

@@ -233,6 +233,10 @@ class Bounds:
         )
         return cls(low, high, grain)
 
+    def only(self, ranks: Bools) -> Bounds:
+        """Return the bounds where no rank but these, [world_size], has samples."""
+        return Bounds(np.where(ranks, self.floor, 0), np.where(ranks, self.cap, 0), self.grain)
+
     def allow(self, sizes: npt.ArrayLike) -> Bools:
         """Return which sizes are from floor to cap, both [..., world_size]."""
         given = np.asarray(sizes)
@@ -402,7 +406,7 @@ class QuarantineSizes:
         # Held ranks' samples go to the others in proportion to what these had before anybody was
         # held, in whole grains; the first of them carries what is left of a grain.
         before = tuple(sizes) if self.before is None else self.before
-        others = [rank for rank in range(len(before)) if rank not in self.ranks]
+        others = [rank for rank, size in enumerate(before) if size and rank not in self.ranks]
         grains, rest = divmod(sum(before), bounds.grain)
         speeds = [before[rank] for rank in others]
         if sum(speeds) == 0 or grains < len(others):

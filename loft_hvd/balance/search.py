@@ -25,10 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loft_hvd.balance.latency import Curves, StepModel, count_passes
-from loft_hvd.balance.plan import Bounds, Floats, Ints, Sizes
+from loft_hvd.balance.plan import Bools, Bounds, Floats, Ints, Sizes
 from loft_hvd.errors import ArgumentError, PlanError
 
 __all__ = ["SOLVERS", "Model", "equal_within", "exact", "grid", "least_s", "round_to_lattice"]
+__all__ += ["with_none"]
 
 # Tangents of a shared source. Measured (commit 119ab9a): 12 in place of 5, beside transfers, took
 # the worst of 300 clusters from 5.7 % above the best known to 1.2 %; a thousand ranks have 10 ms.
@@ -89,6 +90,58 @@ def equal_within(global_batch_size: int, bounds: Bounds) -> Sizes:
     """Return sizes as equal as the bounds allow: all alike, but for caps, floors and grain."""
     reach = np.stack([np.zeros(len(bounds.cap)), bounds.cap + 2.0 * bounds.grain], axis=1)
     return exact(Curves(reach, reach), global_batch_size, bounds)
+
+
+def with_none(
+    curves: Curves,
+    global_batch_size: int,
+    bounds: Bounds,
+    *,
+    least: int = 1,
+    kept: Bools | None = None,
+    barred: Bools | None = None,
+) -> Sizes:
+    """Return the sizes whose slowest rank is fastest where ranks may also have no samples.
+
+    A rank without samples takes no time, others have at least their floor. In a step of T seconds
+    everybody may have samples whose floor takes T at most, and of what they can do by then the sum
+    grows with T. So the least T at which it reaches the global batch is bisected for, and sizes are
+    those of ``exact`` among the ranks that it admits.
+
+    Args:
+        curves: times of all ranks from floor to cap.
+        global_batch_size: samples of all ranks.
+        bounds: of ranks that have samples.
+        least: ranks that must have samples.
+        kept: ranks that must, [world_size].
+        barred: ranks that must not, likewise.
+    """
+    first_s = curves.times(bounds.floor)  # seconds of each rank's floor
+    first_s = np.where(kept if kept is not None else False, -np.inf, first_s)
+    first_s = np.where(barred if barred is not None else False, np.inf, first_s)
+    under = float(np.sort(first_s)[max(least, 1) - 1])  # so many must have samples
+    caps = bounds.cap // bounds.grain * bounds.grain
+
+    def admits(limit_s: float) -> bool:
+        reach = np.minimum(curves.largest_within(np.array([limit_s]))[0] + 1e-9, caps)
+        # One rank may carry what is left of a grain.
+        whole = np.floor(reach / bounds.grain) * bounds.grain
+        return (
+            float(whole[first_s <= limit_s].sum())
+            >= global_batch_size // bounds.grain * bounds.grain
+        )
+
+    over = float(curves.knot_times.max())
+    under = max(under, float(curves.knot_times.min()))
+    if not admits(under):
+        while over - under > _FINE * over:
+            middle = 0.5 * (under + over)
+            if not under < middle < over:
+                break
+            under, over = (under, middle) if admits(middle) else (middle, over)
+    else:
+        over = under
+    return exact(curves, global_batch_size, bounds.only(first_s <= over))
 
 
 def round_to_lattice(wanted: Floats, global_batch_size: int, bounds: Bounds) -> Sizes:

@@ -56,8 +56,9 @@ class PlanView(Protocol):
     def rank(self) -> int: ...
     @property
     def global_batch_size(self) -> int: ...  # of all ranks in a step of the newest plan
-    @property
-    def min_batch(self) -> int: ...  # samples of the dummy batch of a rank without samples
+    def dummy_size(self, step: int) -> int:
+        """Return the samples of the dummy batch of a rank that has none in a step, maybe 0."""
+
     @property
     def min_ranks(self) -> int: ...  # that hold a sample in every step, 2f+1 for a rule with f
 
@@ -271,10 +272,10 @@ class Draw:
     assignment: Assignment  # the owner of each, and local samples of each rank
     position: int  # samples of the epoch consumed once this step is trained
 
-    def indices(self, rank: int, *, min_batch: int, homes: Homes) -> list[int]:
+    def indices(self, rank: int, *, dummy_size: int, homes: Homes) -> list[int]:
         """Return the samples of ``rank``, or those of its dummy batch where it has none.
 
-        The dummy batch takes ``min_batch`` samples of the same global batch, local ones first, so
+        The dummy batch takes ``dummy_size`` samples of the same global batch, local ones first, so
         that a rank without samples has nothing extra to fetch where that can be helped.
         """
         places = self.assignment.places
@@ -282,7 +283,7 @@ class Draw:
         mine = self.batch[is_mine] if places is None else self.batch[places[is_mine[places]]]
         if not len(mine):
             is_remote = ~homes.local.holders[homes.rows[self.batch], rank]
-            mine = self.batch[np.argsort(is_remote, kind="stable")[:min_batch]]
+            mine = self.batch[np.argsort(is_remote, kind="stable")[:dummy_size]]
         indices: list[int] = mine.tolist()
         return indices
 

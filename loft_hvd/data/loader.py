@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from loft_hvd.balance.plan import Plan, Sizes, StepSizes
+from loft_hvd.balance.plan import MIN_BATCH, Plan, Sizes, StepSizes
 from loft_hvd.data.blocks import BlockShuffle, check_shuffle
 from loft_hvd.data.contents import content_of
 from loft_hvd.data.costs import Costs, check_costs
@@ -109,8 +109,8 @@ class TimedCollate:
 
     def __call__(self, fetched: Fetched) -> tuple[Any, int, float, int]:
         # Micro-batches are collated one by one: nobody has to know how to cut a batch.
-        batches = [self.collate(samples) for samples in fetched.samples]
-        batch = batches if fetched.is_split else batches[0]
+        batches = [self.collate(samples) for samples in fetched.samples if samples]
+        batch = batches if fetched.is_split else next(iter(batches), None)
         # A plain tuple, so that torch pins the batch inside it as it would pin the batch alone.
         return batch, fetched.step, self.clock() - fetched.started_s, fetched.cached
 
@@ -160,9 +160,8 @@ class EvaluationView:
     def global_batch_size(self) -> int:
         return sum(self._sizes)
 
-    @property
-    def min_batch(self) -> int:
-        return self._balancer.min_batch
+    def dummy_size(self, step: int) -> int:
+        return self._balancer.dummy_size(step) or MIN_BATCH  # whoever evaluates looks at batches
 
     def plan_at(self, step: int) -> Plan:
         return Plan(0, 0, self._sizes)
@@ -189,6 +188,9 @@ class DataLoader(PlannedLoader):
     balancer's plan and the placement decide which rank computes them. Every sample is loaded once
     an epoch and all ranks make ``len(loader)`` steps. A rank without samples in a step gets a
     dummy batch, and ``is_padding`` is true.
+
+    With ``Balancer(min_batch=0)`` such a rank mostly gets None instead, or an empty list of
+    micro-batches: then it computes nothing, and only takes the optimizer's step.
 
     With ``Balancer(micro_batches=True)`` each item is the list of the step's micro-batches, often
     one: run forward and backward on each, then take one optimizer step.
@@ -488,7 +490,8 @@ class _Feed:
         view, homes = self._batches.view, self._batches.homes
         for draw in draws:
             drawn.append(draw)
-            indices = draw.indices(view.rank, min_batch=view.min_batch, homes=homes)
+            dummy_size = view.dummy_size(draw.step_sizes.step)
+            indices = draw.indices(view.rank, dummy_size=dummy_size, homes=homes)
             micro_sizes = None
             if view.splits:  # a dummy batch has samples too, in one micro-batch
                 sizes = draw.step_sizes.micro_sizes(view.rank)

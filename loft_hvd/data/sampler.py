@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from loft_hvd.balance.keeping import Keeping
 from loft_hvd.balance.latency import Held
-from loft_hvd.balance.plan import Plan, StepSizes
+from loft_hvd.balance.plan import MIN_BATCH, Plan, StepSizes
 from loft_hvd.codec import Count, Within, decode, encode
 from loft_hvd.copies import NeverCopied
 from loft_hvd.data.assign import Homes, Ints
@@ -587,7 +587,9 @@ class BatchSampler(NeverCopied, Sampler[list[int]]):
         for draw in draws:
             drawn.append((draw.step_sizes, draw.position))
             self._balancer.push_sizes(draw.step_sizes)
-            yield draw.indices(view.rank, min_batch=view.min_batch, homes=homes)
+            # Torch can yield no batch that is none: a loop may pass over it all the same.
+            dummy_size = view.dummy_size(draw.step_sizes.step) or MIN_BATCH
+            yield draw.indices(view.rank, dummy_size=dummy_size, homes=homes)
         self._balancer.all_drawn()
 
     def set_epoch(self, epoch: int) -> None:

@@ -337,6 +337,11 @@ class StreamLoader(PlannedLoader):
                 "StreamLoader: batched=True takes no cost and no collate_fn, which are of samples; "
                 "give a source that yields samples"
             )
+        if not balancer.dummy_size(1):
+            raise ArgumentError(
+                "StreamLoader: Balancer(min_batch=0) is for loft.DataLoader; a rank's stream goes "
+                "on only while it reads, so give min_batch=1 or more"
+            )
         if balancer.splits:
             raise ArgumentError(
                 "StreamLoader: Balancer(micro_batches=True) is for loft.DataLoader; for a stream "
@@ -467,7 +472,7 @@ class StreamLoader(PlannedLoader):
     def _read(self, reader: _StreamReader, share: int) -> _Offer | None:
         """Return this rank's batch of a step; None where its stream has ended."""
         if share == 0:
-            dummy = reader.dummy(self._balancer.min_batch)
+            dummy = reader.dummy(self._balancer.dummy_size(self._next_step))
             return None if dummy is None else _Offer(dummy, 0)
         taken = reader.take(share)
         return None if taken is None else _Offer(*taken)

@@ -259,7 +259,8 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
 
     Raises:
         ArgumentTypeError: the optimizer has no ``synchronize``, as Horovod's has.
-        ArgumentError: the balancer plans micro-batches, or chooses the global batch.
+        ArgumentError: the balancer plans micro-batches, chooses the global batch, or leaves ranks
+            out.
         PlanError: the plan leaves too few ranks with samples.
         MismatchError: later, in ``step``: copies differ; names the ranks and the parameter.
     """
@@ -280,6 +281,12 @@ def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:
             "attach: Balancer('auto') goes by the gradients' noise, and Horovod's optimizer does "
             "not show it; give the optimizer itself and the balancer to loft.DistributedOptimizer, "
             "or use a fixed global batch"
+        )
+    if balancer.min_batch == 0:
+        raise ArgumentError(
+            "attach: Horovod's optimizer reduces what backward passes leave, and with "
+            "Balancer(min_batch=0) a rank may have none; give the optimizer itself and the "
+            "balancer to loft.DistributedOptimizer, or min_batch=1 or more"
         )
     ranks = balancer.transport
     if not config().is_elastic:  # ranks that join would open theirs while the others train

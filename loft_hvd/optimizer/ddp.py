@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
@@ -261,6 +262,7 @@ class DDPHook(NeverCopied):
         tell_of_unscaling(self)
         # Equal batches need no look at the model.
         self._stop_looking: Callable[[], object] = lambda: None
+        self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         if isinstance(batches, Balancer):
             self._stop_looking = _look_for_model(self)
 
@@ -276,6 +278,7 @@ class DDPHook(NeverCopied):
         """Compare the scale that a ``GradScaler`` takes off this model's gradients."""
         given = (id(each) for group in optimizer.param_groups for each in group["params"])
         if not self._parameters.keys().isdisjoint(given):
+            self.synchronize()
             with self._told():
                 self._scales.use(scaler)
 
@@ -287,6 +290,37 @@ class DDPHook(NeverCopied):
             raise parts_error("ddp_hook: it was called", made_by="FullyShardedDataParallel")
         return self._reduce(bucket)
 
+    def synchronize(self) -> None:
+        """Take part in a step whose batch leaves this rank without samples; else do nothing.
+
+        ``optimizer.step()`` calls it where the balancer may leave ranks out. A script that looks at
+        reduced gradients before, as ``clip_grad_norm_`` does, calls it itself, on every rank.
+        """
+        model = self._model()
+        if model is None or not self._passes.is_passed_over:
+            return
+        with self._told():
+            self._passes.pass_over()
+            # As torch's own join of uneven inputs does: what a forward and a backward pass meet
+            # other ranks in, with zeros in DDP's buckets.
+            reducer: Any = model.reducer
+            reducer._rebuild_buckets()
+            if model._check_sync_bufs_pre_fwd():
+                model._sync_buffers()
+            buckets = reducer._get_zeros_like_grad_buckets()
+        for bucket in buckets:
+            self._reduce(bucket)
+        with torch.no_grad():
+            for bucket in buckets:
+                for parameter, gradient in zip(
+                    bucket.parameters(), bucket.gradients(), strict=True
+                ):
+                    if parameter.grad is None:
+                        parameter.grad = gradient.clone()
+                    else:
+                        parameter.grad.copy_(gradient)
+        reducer._push_all_rebuilt_params()
+
     # The model, of which only buckets are seen otherwise.
 
     def take_model(self, model: DistributedDataParallel) -> None:
@@ -294,6 +328,8 @@ class DDPHook(NeverCopied):
         self._stop_looking()
         # Weak: torch never frees a parameter whose hooks lead back to it.
         hook = weakref.ref(self)
+        if isinstance(self._batches, Balancer) and self._batches.min_batch == 0:
+            self._take_part_with(model)
 
         def began(module: torch.nn.Module, _: Any) -> None:
             if not torch.is_grad_enabled() or (alive := hook()) is None:
@@ -311,6 +347,28 @@ class DDPHook(NeverCopied):
             self._names.setdefault(id(parameter), name)
         model.register_forward_pre_hook(began)
         began(model, ())
+
+    def _take_part_with(self, model: DistributedDataParallel) -> None:
+        """Reduce in ``optimizer.step()`` where this rank has computed nothing in a step."""
+        if model.find_unused_parameters:
+            raise ArgumentError(
+                "ddp_hook: Balancer(min_batch=0) leaves ranks out of steps, and with "
+                "find_unused_parameters=True DDP asks all of them what they have used; give "
+                "find_unused_parameters=False, or min_batch=1 or more"
+            )
+        self._model = weakref.ref(model)
+        own = {id(parameter) for parameter in model.parameters()}
+        hook = weakref.ref(self)
+
+        def step_begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            alive = hook()
+            if alive is not None and any(
+                id(each) in own for group in optimizer.param_groups for each in group["params"]
+            ):
+                alive.synchronize()
+
+        handle = register_optimizer_step_pre_hook(step_begins)
+        weakref.finalize(self, handle.remove).atexit = False
 
     def _weigh(self, grad: Tensor) -> Tensor | None:
         """Weigh a gradient that DDP adds to ``.grad``, or that follows such ones."""

@@ -263,6 +263,10 @@ class OptimizerWorld:
         return self._reducer.has_gradients
 
     @property
+    def is_passed_over(self) -> bool:
+        return self._reducer.is_passed_over
+
+    @property
     def is_in_flight(self) -> bool:
         return self._reducer.is_in_flight
 
@@ -319,7 +323,7 @@ class OptimizerWorld:
 class IdleWorld:
     """In place of an ``OptimizerWorld``: outside the process set, or (``error``) not begun yet."""
 
-    has_gradients = is_in_flight = False
+    has_gradients = is_in_flight = is_passed_over = False
     parameters: Sequence[torch.nn.Parameter] = ()
 
     def __init__(self, transport: Transport | None = None, *, error: str = "") -> None:

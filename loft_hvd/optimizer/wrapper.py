@@ -360,7 +360,7 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
         """Reduce the gradients of which a ``GradScaler`` takes its scale; it calls this itself."""
         if optimizer is not self:
             return
-        if self._world.has_gradients:
+        if self._world.has_gradients or self._world.is_passed_over:
             self.synchronize()
             self._is_unscaled = True
         self._world.scaler_used(scaler)
@@ -393,7 +393,8 @@ class OptimizerWrapper(NeverCopied, OptimizerProxy):
     def _missing_gradients(self) -> str:
         """Say, once, of a step that no backward pass came before; "" otherwise."""
         is_idle = isinstance(self._world, IdleWorld)
-        if self._world.has_gradients or self._has_warned or is_idle:
+        has_part = self._world.has_gradients or self._world.is_passed_over
+        if has_part or self._has_warned or is_idle:
             return ""
         parameters = [p for group in self.param_groups for p in group["params"]]
         does = "uses its gradients, or what was set as .grad, once more"

@@ -49,6 +49,13 @@ class StepSource(Protocol):
     def splits(self) -> bool:
         """Whether a batch may come in micro-batches, a backward pass each."""
 
+    @property
+    def has_none(self) -> bool:
+        """Whether the batch whose turn it is leaves this rank without samples."""
+
+    def pass_over(self) -> None:
+        """Hear that this rank takes part in the step without computing anything."""
+
     def take_step(self) -> StepSizes:
         """Return the sizes of the batch that the next backward pass belongs to."""
 
@@ -181,6 +188,17 @@ class Passes:
                 is_weighed=self._weighed[at],
             )
         self._num_told += 1  # at last: who finds it here takes the rest as it is
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether a step takes place in which this rank has computed nothing, as it need not."""
+        return self.num_begun == 0 and self._source is not None and self._source.has_none
+
+    def pass_over(self) -> None:
+        """Begin, in place of a backward pass, the pass of a batch that has none of this rank's."""
+        assert self._source is not None
+        self._source.pass_over()
+        self.begin(0)
 
     def join(self) -> None:
         """Let ranks learn what each other's averages weigh, in the first step of a world."""

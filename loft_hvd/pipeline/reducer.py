@@ -140,6 +140,11 @@ class GradientReducer:
         """Whether a bucket is on the wire."""
         return self.engine.next_bucket > 0
 
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether this rank need not have computed anything in the step."""
+        return self._passes.is_passed_over
+
     # Hooks.
 
     def _hook(self, index: int) -> list[RemovableHandle]:
@@ -243,7 +248,10 @@ class GradientReducer:
 
     def synchronize(self) -> None:
         """Reduce every gradient that is not on its way yet, and wait until all are there."""
-        self._passes.check_complete(max(self._counts, default=0))
+        if self._passes.is_passed_over:
+            self._passes.pass_over()
+        else:
+            self._passes.check_complete(max(self._counts, default=0))
         if self._world_size > 1:  # alone, nothing is on its way
             self._gradients.untouched.check()
         self._passes.warn_of_other_passes()  # before the wait that it may make long

@@ -104,6 +104,10 @@ _SCRIPTS = {
                 "",
                 "assert (len(micro_batches) > 1) is (hvd.rank() == 3)  # 22 samples, at most 16\n",
             ),
+            "balancer = loft.Balancer(256, min_batch=0)": (
+                "",
+                "assert balancer.next_step == 3\n",
+            ),
             "balancer = loft.Balancer(256, micro_batches=8)": (
                 "lengths = torch.arange(1, 601)\n"
                 "texts = [torch.ones(int(length)) for length in lengths]\n"

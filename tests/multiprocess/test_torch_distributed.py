@@ -20,7 +20,7 @@ whole = [pytest.mark.long, pytest.mark.whole]
 @pytest.mark.parametrize(
     ("whats", "num_ranks"),
     [
-        ("conform ddp modes", 3),
+        ("conform ddp modes left_out", 3),
         *(pytest.param("conform", n, marks=whole) for n in (1, 2, 4, 6, 7, 8)),
         pytest.param("conform", 5, marks=long),
         pytest.param("ddp modes refused", 2, marks=long),

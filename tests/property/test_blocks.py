@@ -137,7 +137,7 @@ def test_every_sample_is_computed_once_by_the_sizes_of_the_plan(case: Case) -> N
     for draw in batches.start(first_step=0)[1]:
         for rank, size in enumerate(draw.step_sizes.sizes):
             if size:
-                indices = draw.indices(rank, min_batch=2, homes=batches.homes)
+                indices = draw.indices(rank, dummy_size=2, homes=batches.homes)
                 assert len(indices) == size
                 computed += indices
     assert sorted(computed) == list(range(case.num_samples))

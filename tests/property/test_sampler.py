@@ -99,7 +99,7 @@ def test_every_sample_is_computed_exactly_once(case: Case) -> None:
     for draw in batches.start(first_step=0)[1]:
         sizes = draw.step_sizes.sizes
         for rank in range(world_size):
-            indices = draw.indices(rank, min_batch=2, homes=batches.homes)
+            indices = draw.indices(rank, dummy_size=2, homes=batches.homes)
             if sizes[rank]:
                 assert len(indices) == sizes[rank]
                 computed += indices

@@ -112,10 +112,10 @@ def train(
         for draw in draws:
             waiting.append(draw)
             if len(waiting) > ahead:
-                cache.read(waiting.pop(0).indices(cache.rank, min_batch=1, homes=batches.homes))
+                cache.read(waiting.pop(0).indices(cache.rank, dummy_size=1, homes=batches.homes))
                 plans.next_step += 1
         for draw in waiting:
-            cache.read(draw.indices(cache.rank, min_batch=1, homes=batches.homes))
+            cache.read(draw.indices(cache.rank, dummy_size=1, homes=batches.homes))
             plans.next_step += 1
         hits.append(cache.num_hits)
     cache.next_step = plans.next_step

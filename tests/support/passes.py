@@ -18,6 +18,8 @@ class Sizes(EqualBatches):
     Their global batch is that of the largest unless it is given.
     """
 
+    has_none = False  # each pass is computed
+
     def __init__(
         self, passes: Sequence[tuple[int, ...]], *, global_batch_size: int | None = None
     ) -> None:
@@ -39,6 +41,9 @@ class Sizes(EqualBatches):
 
     def gradient_arrived(self, *, blocked_s: float) -> None:
         assert blocked_s >= 0
+
+    def pass_over(self) -> None:
+        raise AssertionError("each pass is computed")
 
 
 class HeldSizes(Sizes):

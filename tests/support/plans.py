@@ -72,6 +72,9 @@ class FakePlans:
     def count_micro(self, sizes: Sizes) -> Sizes:
         return count_micro(sizes, self.caps) if self.caps else ()
 
+    def dummy_size(self, step: int) -> int:
+        return self.min_batch
+
     @property
     def pass_caps(self) -> Sequence[int | None]:
         return self.caps or (None,) * self.world_size

@@ -67,7 +67,7 @@ def test_ranks_that_noted_different_owners_tell_what_they_keep(
         batches = GlobalBatches(settings, plans, keeper=cache)
         _, draws = batches.start(first_step=0)
         for draw in draws:
-            cache.read(draw.indices(transport.rank, min_batch=1, homes=batches.homes))
+            cache.read(draw.indices(transport.rank, dummy_size=1, homes=batches.homes))
         batches.start(first_step=5)
         return cache
 
@@ -101,7 +101,7 @@ def test_what_is_kept_without_an_order_is_told() -> None:
         _, draws = batches.start(first_step=0)
         for number, draw in enumerate(draws):
             if number >= 6:
-                samples = draw.indices(transport.rank, min_batch=1, homes=batches.homes)
+                samples = draw.indices(transport.rank, dummy_size=1, homes=batches.homes)
                 cache.held[samples] = True
         batches.start(first_step=10)
         return cache

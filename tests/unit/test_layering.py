@@ -106,6 +106,7 @@ _LAYERS = {
     "balance/auto.py": 2,
     "balance/batches.py": 2,
     "balance/lbbsp.py": 2,
+    "balance/leaving.py": 2,
     "balance/loft.py": 2,
     "balance/policies.py": 2,
     "balance/policy.py": 2,

@@ -73,7 +73,7 @@ def seconds_a_step(
     for _ in range(min(num_steps, len(batches))):
         began = clock()
         draw = next(draws)
-        draw.indices(0, min_batch=2, homes=batches.homes)
+        draw.indices(0, dummy_size=2, homes=batches.homes)
         spent.append(clock() - began)
     return spent[1:]  # the first one orders the epoch
 

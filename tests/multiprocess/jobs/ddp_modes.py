@@ -333,6 +333,56 @@ def refused(world_size: int) -> None:
         loft.ddp_hook(loft.Mean(), diagnostics=differing)
 
 
+class Counted(torch.nn.Module):
+    """Keeps a buffer, which DDP gives all ranks in each forward pass, and counts these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.num_passes = make_model(), 0
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_passes += 1
+        if self.training:
+            self.scale *= 1.01
+        return self.inner(x) * self.scale  # type: ignore[no-any-return]
+
+
+def left_out(world_size: int) -> None:
+    """Leave rank 1 without samples: it computes nothing, and has the model of the others."""
+    sizes, rank = [5, 0, 3][:world_size], dist.get_rank()
+    for rule, clips in ((loft.Mean(), True), (loft.Mean(), False), (loft.Median(), False)):
+        balancer = loft.Balancer(sum(sizes), policy=sizes, min_batch=0)
+        model = DistributedDataParallel(Counted(), bucket_cap_mb=0.0003)
+        hook = loft.ddp_hook(rule, balancer)
+        model.register_comm_hook(None, hook)
+        alone, optimizer = Counted(), sgd(model)
+        by_itself = sgd(alone)
+        loader = loft.DataLoader(make_data(sum(sizes) * NUM_STEPS), balancer, seed=3)
+        one = loft.Balancer(sum(sizes), transport=LocalWorld(1).transport(0))
+        whole = loft.DataLoader(make_data(sum(sizes) * NUM_STEPS), one, seed=3)
+        for batch, (x, y) in zip(loader, whole, strict=True):
+            optimizer.zero_grad()
+            by_itself.zero_grad()
+            if batch is not None:
+                torch.nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+            torch.nn.functional.mse_loss(alone(x), y).backward()
+            if clips:
+                hook.synchronize()
+                for each in (model, alone):
+                    torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            optimizer.step()
+            by_itself.step()
+            check_bits(flat_grad(model))
+        check_bits(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        if isinstance(rule, loft.Mean):
+            apart = max_difference(alone, model.module)
+            assert apart <= 1e-5, f"{apart:g} from training alone"
+        num_passes = model.module.num_passes
+        assert num_passes == (1 if sizes[rank] == 0 else NUM_STEPS), num_passes
+
+
 def expect_refusal(ask: Callable[[], object], pattern: str) -> None:
     with pytest.raises(ArgumentTypeError, match=pattern):
         ask()
@@ -341,6 +391,7 @@ def expect_refusal(ask: Callable[[], object], pattern: str) -> None:
 MODES: dict[str, Callable[[int], None]] = {
     "modes": modes,
     "held_back": held_back,
+    "left_out": left_out,
     "averaged": averaged,
     "watched": watched,
     "refused": refused,
