@@ -695,7 +695,7 @@ class Balancer(NeverCopied):
 
     def count_micro(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many micro-batches each rank's share takes; empty where none is split."""
-        return self.limits.count_micro(sizes)
+        return self._live.limits.count_micro(sizes)
 
     def dummy_size(self, step: int) -> int:
         """Return the samples of the dummy batch of a rank that has none in a step.
@@ -709,11 +709,11 @@ class Balancer(NeverCopied):
     @property
     def pass_caps(self) -> tuple[int | None, ...]:
         """Most samples of a backward pass of each rank, [world_size]; None for no limit."""
-        return self.limits.caps
+        return self._live.limits.caps
 
     def most_micro(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many micro-batches each rank's share may take where samples go by cost."""
-        return self.limits.most_micro(sizes)
+        return self._live.limits.most_micro(sizes)
 
     def push_sizes(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that this rank will train on next, in order."""

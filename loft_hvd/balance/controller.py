@@ -267,6 +267,19 @@ class Controller:
         self._restrict(made.sizes)
         return made.plan
 
+    def take_caps(
+        self, caps: Sequence[int | None], *, pass_caps: Sequence[int | None] | None
+    ) -> None:
+        """Take the most samples that ranks' memory holds by now, [world_size]; None: no limit."""
+        total, bounds = self.task.global_batch_size, self._bounds
+        cap = np.array([total if each is None else min(each, total) for each in caps], np.int64)
+        # What is in force has been computed.
+        cap = np.maximum(cap, np.maximum(bounds.floor, self.plan.sizes))
+        self._bounds = Bounds(bounds.floor, cap, bounds.grain)
+        within = cap if self.leaving is None else np.where(self.task.bounds.cap > 0, cap, 0)
+        limits = Bounds(self.task.bounds.floor, within, bounds.grain)
+        self.task = self.policy.task = replace(self.task, bounds=limits, pass_caps=pass_caps)
+
     def _restrict(self, sizes: Sizes) -> None:
         """Let the policy plan for the ranks that have samples; it knows nothing of others."""
         if self.leaving is None or self.quarantine.is_active:

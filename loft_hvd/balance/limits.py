@@ -110,6 +110,17 @@ class RankLimits:
         splits = options.splits
         return cls(devices, tuple(caps), grain, max_sizes, found, splits, num_micro=num_micro)
 
+    @property
+    def tell_memory(self) -> bool:
+        """Whether any device tells how much of its memory is used."""
+        return any(device.is_cuda for device in self.devices)
+
+    def within(self, rooms: Caps) -> RankLimits:
+        """Return the limits where ranks have room for so many samples in a pass, [world_size]."""
+        pairs = zip(self.caps, rooms, strict=True)
+        known = ([each for each in pair if each is not None] for pair in pairs)
+        return replace(self, caps=tuple(min(each, default=None) for each in known))
+
     def check_sizes(self, sizes: Sequence[int], *, what: str) -> None:
         """Raise a PlanError when a rank's size is above its cap."""
         for rank, (size, cap) in enumerate(zip(sizes, self.share_caps, strict=True)):

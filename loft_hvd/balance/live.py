@@ -48,6 +48,7 @@ from loft_hvd.balance.resume import (
     first_plans,
     make_controller,
 )
+from loft_hvd.balance.room import Room
 from loft_hvd.balance.stopwatch import StepTimer
 from loft_hvd.balance.turns import look_beside
 from loft_hvd.codec import encode
@@ -72,7 +73,7 @@ _GROWTH = 4  # and at most this many times the steps of the one before
 _DRAIN_S = 10.0  # longest wait at the end of a process
 _UNTIMED = 2  # intervals without times that are worth a warning
 _COMPUTES = 0.25  # of the main thread's CPU time: a thread that has so much computes with it
-_TIMES, _PLAN = "exchange of times", "broadcast of the plan"
+_TIMES, _PLAN, _ROOM = "exchange of times", "broadcast of the plan", "exchange of room"
 
 
 class Schedule:
@@ -146,6 +147,23 @@ class TimesExchange:
             self._drain_at_exit()
             work = channel.transport.allgather(row, rows.view(-1), name=channel.name)
         self._under_way[_TIMES] = work, row, rows
+
+    def send_room(self, num_samples: int | None) -> None:
+        """Start telling every rank for how many samples this one's memory has room."""
+        channel = self._channel.sub("room")
+        row = torch.tensor([-1 if num_samples is None else num_samples])
+        rows = row.repeat(channel.world_size)  # [world_size]
+        work = None
+        if channel.world_size > 1:
+            work = channel.transport.allgather(row, rows, name=channel.name)
+        self._under_way[_ROOM] = work, row, rows
+
+    def receive_rooms(self) -> tuple[int | None, ...] | None:
+        """Return what all ranks sent, None each for what is unknown; None: nothing is under way."""
+        rows = self._receive(_ROOM)
+        if rows is None:
+            return None
+        return tuple(each if each > 0 else None for each in rows.tolist())
 
     def receive_times(self) -> Report | None:
         """Return what all ranks sent, or None when nothing is under way."""
@@ -390,6 +408,8 @@ class LivePlan:
         self._report: Report | None = None  # the newest one with times
         self._held: tuple[int, ...] = ()  # ranks in quarantine
         self.noise: GradientNoise | None = None  # of the gradients, as last measured
+        self.room = Room()  # in this rank's memory
+        self.limits = limits  # with what ranks' memory has room for, as far as known
         self.num_passes = 1  # backward passes of an optimizer step
         self.num_steps = 0  # optimizer steps taken
         self.write_head()
@@ -581,6 +601,9 @@ class LivePlan:
         if not self._options.policy.is_adaptive:  # what no sizes could mend is told
             beside = np.concatenate([self._place(), self.timer.recent().ravel()])
         self._exchange.send_times(sums, head=head, uses=uses, beside=beside)
+        if self._limits.tell_memory:
+            self.room.computed(self._batches.largest_done(self._transport.rank))
+            self._exchange.send_room(self.room.most(grain=self._limits.grain))
 
     def _place(self) -> Place:
         """Return where this rank runs, and how long threads beside its main one have queued."""
@@ -614,6 +637,9 @@ class LivePlan:
         if report is None:
             return None
         check_same_run(report)
+        rooms = self._exchange.receive_rooms()
+        if rooms is not None:
+            self.limits = self._limits.within(rooms)
         if report.is_measured:
             self._report = report
         first_step = None
@@ -632,6 +658,7 @@ class LivePlan:
             first_step=first_step,
             held=self._held,
             noise=None if self.noise is None else self.noise.of_passes(self.num_passes),
+            limits=self.limits,
         )
         self._beside.begin(work)
         return report
@@ -647,12 +674,13 @@ class LivePlan:
         first_step: int | None,
         held: Sequence[int],
         noise: GradientNoise | None,
+        limits: RankLimits,
     ) -> _Decided:
         """Take in an interval, beside training; on rank 0 also log its times, and decide on it.
 
         It began after ``since`` optimizer steps, ended with ``step``, after ``num_steps`` of them,
         and had these sizes. A plan comes into force at ``first_step``; None is for no decision. It
-        leaves nothing to the ranks in ``held``.
+        leaves nothing to the ranks in ``held``, and keeps within ``limits``.
         """
         interval = report.screened(step=step, sizes=sizes)  # once for all that look at it
         if interval is not None:
@@ -661,6 +689,9 @@ class LivePlan:
         controller = self._own_controller
         if controller is None or interval is None or first_step is None:
             return None, lambda: None
+        if limits.tell_memory:
+            pass_caps = limits.caps if limits.splits else None
+            controller.take_caps(limits.share_caps, pass_caps=pass_caps)
         controller.observe(interval)
         controller.policy.share_noise(noise)
         if self._options.policy.is_adaptive:

@@ -119,6 +119,7 @@ _LAYERS = {
     "balance/live.py": 5,
     "balance/memory.py": 5,
     "balance/resume.py": 5,
+    "balance/room.py": 1,
     "data/__init__.py": 0,
     "data/arrow.py": 1,
     "data/contents.py": 0,
