@@ -279,8 +279,7 @@ def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
     model, lines = fit.model, []
     for rank in range(model.world_size):
         if fit.is_poor[rank]:
-            reason = "no usable times" if fit.num_rows[rank] == 0 else "times that fit no model"
-            lines.append(f"rank {rank}: {reason}{held}")
+            lines.append(f"rank {rank}: no usable times{held}")
             continue
         overlap = float(model.overlap[rank])
         hides = {0.0: "one after the other", 1.0: "fully overlapped"}.get(
@@ -288,12 +287,11 @@ def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
         )
         # A remote sample also waits for its share of a source that several ranks read.
         per_local, per_remote = model.local_s[rank], model.remote_s[rank] + model.shared_s[rank]
-        saturates = f", no cheaper below {fit.knee[rank]:.0f} samples" if fit.knee[rank] > 0 else ""
         line = (
             f"rank {rank}: fetch {1e3 * model.fetch_fixed_s[rank]:.2f} ms + "
             f"{1e3 * per_local:.3f} ms a local and {1e3 * per_remote:.3f} ms a remote sample; "
             f"compute {1e3 * max(model.compute_fixed_s[rank], 0.0):.2f} ms + "
-            f"{1e3 * model.compute_s[rank]:.3f} ms a sample{saturates}; {hides}"
+            f"{1e3 * model.compute_s[rank]:.3f} ms a sample; {hides}"
         )
         if np.isfinite(model.hits[rank]):
             line += f"; {model.hits[rank]:.0f} samples of a global batch are local"
@@ -348,7 +346,6 @@ def fit_record(fit: Fit, ranks: Sequence[int], *, sizes: Sequence[int]) -> list[
             "predicted_s": float(predicted[rank]),
             "error_s": float(errors[rank]),
             **{term: float(getattr(model, term)[rank]) for term in _TERMS},
-            "knee": float(fit.knee[rank]),
             "overlap": float(model.overlap[rank]),
             "hits": float(model.hits[rank]),
             "is_poor": bool(fit.is_poor[rank]),

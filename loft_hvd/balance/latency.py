@@ -343,6 +343,12 @@ class StepModel:
         share = np.where(hits > 0, 1.0, self.hit_share)
         return replace(self, hits=np.maximum(known, hits), hit_share=share)
 
+    def slower(self, factor: Floats) -> StepModel:
+        """Return the model with every time of a rank multiplied by ``factor`` [world_size]."""
+        times = [item.name for item in fields(self) if item.name.endswith("_s")]
+        times.remove("aggregate_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in times})
+
     def local(self, sizes: Floats) -> Floats:
         """Return the expected local samples of batches ``sizes``, both [..., world_size]."""
         return np.minimum(self.hit_share * sizes, self.hits)

@@ -111,7 +111,7 @@ class Pins:
 
         def watched(policy: Loft, interval: Interval, *, first_step: int) -> Proposal | None:
             proposal = propose(policy, interval, first_step=first_step)
-            self.ranks.append(policy.state.verdicts.pinned)
+            self.ranks.append(list(np.flatnonzero(policy.state.held)))
             return proposal
 
         monkeypatch.setattr(Loft, "propose", watched)

@@ -12,10 +12,10 @@ import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.interval import COLUMNS, COMPUTE, Interval
+from loft_hvd.balance.interval import COLUMNS, Interval
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.loft import Loft, LoftState, Measured, Verdicts
-from loft_hvd.balance.plan import Bounds, Floats, Plan, StepSizes
+from loft_hvd.balance.loft import Loft, LoftState, Measured, _is_longer
+from loft_hvd.balance.plan import Bounds, Floats, StepSizes
 from loft_hvd.balance.policy import Allowed, Task
 from loft_hvd.simulate.compare import random_scenario
 from loft_hvd.simulate.simulation import simulate
@@ -64,9 +64,9 @@ def test_a_rank_that_was_shrunk_wrongly_is_back_within_three_intervals(seed: int
 
 
 def test_what_waiting_costs_adds_up_to_the_price_of_a_change() -> None:
-    # Best sizes save 1 % of a step, so 3 % are lost in three intervals and 10 % in ten.
-    model = StepModel.build(2, compute_s=np.array([1.0, 1.024]) * 1e-3)
-    for dead_band, least, most in ((0.0, 1, 1), (0.03, 2, 4), (0.10, 8, 12)):
+    # Best sizes save 4.8 % of a step, so 3 % are lost in an interval and 20 % in five.
+    model = StepModel.build(2, compute_s=np.array([1.0, 1.1]) * 1e-3)
+    for dead_band, least, most in ((0.0, 1, 1), (0.03, 1, 2), (0.20, 4, 8)):
         controller = Controller(2048, 2, Loft(dead_band=dead_band))
         plans = drive(lambda _: model, controller, intervals=14, seed=0, noise=0.001)
         changed_at = next(number for number, sizes in enumerate(plans) if sizes != plans[0])
@@ -104,7 +104,9 @@ def test_a_gain_that_warm_up_bars_is_said_to_be_barred_until_it_is_over() -> Non
     controller.warm_up([False] * 4)
     show(controller, UNEVEN, 0)
     assert controller.plan.plan_id == 0
-    assert "other sizes would surely save 62.8% of the step, but are barred" in said(controller)
+    assert re.search(
+        r"other sizes should save 6\d\.\d% of the step, but are barred", said(controller)
+    )
     assert "(warm-up: no rank above its first size before two intervals)" in said(controller)
     assert learnt(controller).forecast is None
     show(controller, UNEVEN, 1)
@@ -117,7 +119,7 @@ def test_a_gain_for_which_no_new_size_is_left_is_said_to_be_barred() -> None:
     for number in range(4):
         show(controller, UNEVEN, number)
         assert "but are barred (no rank may have more sizes than max_sizes=1)" in said(controller)
-        assert "what is left saves nothing that is sure" in said(controller)
+        assert "what is left saves nothing" in said(controller)
     assert controller.plan.plan_id == 0
 
 
@@ -128,25 +130,6 @@ def test_chance_gains_of_what_bars_leave_do_not_add_up_to_a_change() -> None:
     assert learnt(controller).lost == 0.0
 
 
-@pytest.mark.parametrize(
-    ("then", "is_made"), [((56, 64, 72, 64), False), ((64,) * 4, False), ((67, 67, 56, 66), True)]
-)
-def test_a_probe_takes_samples_from_the_slowest_rank_or_is_not_made(
-    then: tuple[int, ...], is_made: bool
-) -> None:
-    policy = Loft()
-    policy.start(Task(256, Bounds.of(4, floor=1, cap=256)))
-    policy.share_bars(lambda _: Allowed(then, ("no rank may have new sizes",)))
-    rows = np.zeros((4, len(COLUMNS)))
-    rows[:, COMPUTE] = [1.0, 1.0, 2.0, 1.0]
-    state, interval = policy.state, Interval(0, np.array([64] * 4), rows, np.ones(4, bool), 2.0)
-    state.stuck, probe_after = state.probe_after, state.probe_after
-    probe = policy._probe(interval, policy.task.bounds)
-    assert (probe is not None) == is_made
-    assert (state.stuck == 0) == is_made
-    assert state.probe_after == (2 if is_made else 1) * probe_after
-
-
 def test_what_is_promised_is_what_the_sizes_bring_that_come_into_force() -> None:
     controller = Controller(256, 4)
     controller.warm_up([False, True, True, True])  # rank 0 may not grow, though it is fast
@@ -154,51 +137,22 @@ def test_what_is_promised_is_what_the_sizes_bring_that_come_into_force() -> None
     made, forecast = controller.history[-1], learnt(controller).forecast
     gain = 1.0 - UNEVEN.step_s(made.sizes) / UNEVEN.step_s([64] * 4)
     assert made.sizes[0] == 64 < made.sizes[1]
-    assert made.predicted_gain == pytest.approx(gain, rel=0.01)
+    assert made.predicted_gain == pytest.approx(gain, rel=0.05)
     assert made.reason == (
         f"{made.predicted_gain:.1%} less predicted; warm-up: no rank above its first size before "
         "two intervals"
     )
     assert forecast is not None
     assert forecast.sizes == made.sizes
-    assert forecast.gain == made.predicted_gain
-    show(controller, UNEVEN, 1)
-    assert not learnt(controller).is_let_down
 
 
-def test_a_promise_is_not_judged_by_other_sizes() -> None:
-    controller = Controller(256, 4)
-    show(controller, UNEVEN, 0)
-    state = learnt(controller)
-    assert state.forecast is not None
-    state.forecast, state.verdicts.price = replace(state.forecast, gain=0.1), 4.0
-    controller.know([*[each.plan for each in controller.history], Plan(2, 21, (120, 80, 37, 19))])
-    show(controller, UNEVEN, 1)  # half of the step is saved
-    assert state.verdicts.price == 4.0
-
-
-def test_no_gain_within_the_error_of_the_times_is_said_to_be_one() -> None:
-    controller = Controller(2048, 2)
-    model = StepModel.build(2, compute_s=np.array([1.0, 1.05]) * 1e-3)
-    show(controller, model, 0, noise=0.05)
-    assert re.search(
-        r"nothing to win that is sure: other sizes might save \d\.\d% of the step, which is within "
-        r"the error of the times \(\d\.\d%\)",
-        said(controller),
-    )
-
-
-@pytest.mark.parametrize(("price", "undone"), [(1.0, ""), (4.0, ", 4 times over since plans were")])
-def test_the_intervals_that_a_change_is_said_to_be_away_are_those_it_takes(
-    price: float, undone: str
-) -> None:
-    controller = Controller(2048, 2)
-    model = StepModel.build(2, compute_s=np.array([1.0, 1.024]) * 1e-3)  # 1 % to gain
-    learnt(controller).verdicts.price = price
+def test_the_intervals_that_a_change_is_said_to_be_away_are_those_it_takes() -> None:
+    controller = Controller(2048, 2, Loft(dead_band=0.2))
+    model = StepModel.build(2, compute_s=np.array([1.0, 1.1]) * 1e-3)
     show(controller, model, 0)
     told = re.search(
-        rf"other sizes would surely save 0\.8% of the step; they are taken when .* the dead band "
-        rf"of 3% of an interval{undone}.* has cost 0\.8%, so that is about (\d+) intervals away",
+        r"other sizes should save \d\.\d% of the step; they are taken when .* the dead band of 20% "
+        r"of an interval.* has cost \d\.\d%, so that is about (\d+) intervals away",
         said(controller),
     )
     assert told is not None, said(controller)
@@ -206,7 +160,7 @@ def test_the_intervals_that_a_change_is_said_to_be_away_are_those_it_takes(
     while controller.plan.plan_id == 0:
         number += 1
         show(controller, model, number)
-    assert number <= int(told[1]) <= 1.5 * number  # with more intervals the gain is surer
+    assert number <= int(told[1]) <= 2 * number  # with more intervals more of the gain is seen
 
 
 def test_times_that_cannot_be_used_are_the_reason_that_is_given() -> None:
@@ -220,17 +174,17 @@ def test_times_that_cannot_be_used_are_the_reason_that_is_given() -> None:
 @pytest.mark.parametrize(
     ("now", "then", "note"),
     [
-        ((64,) * 4, (64,) * 4, "sizes stay equal: the times of most ranks fit no model"),
+        ((64,) * 4, (64,) * 4, "sizes stay equal: the times of most ranks are not known"),
         (
             (70, 62, 62, 62),
             (70, 62, 62, 62),
-            "sizes stay, though others are wanted (equal sizes, since the times of most ranks fit "
-            "no model; a bar)",
+            "sizes stay, though others are wanted (equal sizes, since the times of most ranks are "
+            "not known; a bar)",
         ),
         (
             (70, 62, 62, 62),
             (64,) * 4,
-            "equal sizes, since the times of most ranks fit no model; a bar",
+            "equal sizes, since the times of most ranks are not known; a bar",
         ),
     ],
 )
@@ -246,22 +200,19 @@ def test_where_no_model_fits_it_is_said_what_comes_of_it(
     assert policy.state.note == note
 
 
-def test_pins_run_out() -> None:
-    verdicts = Verdicts(Measured((64,) * 4), pins=[0, 0, 2, 1])
-    assert verdicts.pinned == [2, 3]
-    verdicts.pass_interval()
-    assert verdicts.pinned == [2]
-    verdicts.pass_interval()
-    assert verdicts.pinned == []
+def test_a_held_rank_is_let_go_and_held_for_longer_the_next_time() -> None:
+    state = LoftState.of((64, 64))
+    state.hold(np.array([True, False]))
+    assert (state.held, state.next_held) == ([8, 0], [16, 8])
+    state.hold(np.array([True, False]))
+    assert (state.held, state.next_held) == ([16, 0], [32, 8])
 
 
 @pytest.mark.parametrize("error_s", [0.0, 0.1])
 def test_a_step_is_longer_than_with_equal_sizes_only_beyond_its_error(error_s: float) -> None:
-    equal = Measured((64, 64), step_s=1.0)
     rows, valid = np.ones((2, len(COLUMNS))), np.ones(2, bool)
     interval = Interval(0, np.array([96, 32]), rows, valid, 1.15, step_error_s=error_s)
-    is_worse = Verdicts(equal).is_worse(interval, 0.9, equal, is_new=True, drift=1.0)
-    assert is_worse == (error_s == 0)
+    assert _is_longer(interval, Measured((64, 64), step_s=1.0)) == (error_s == 0)
 
 
 class Thrashing(StepModel):
@@ -271,21 +222,16 @@ class Thrashing(StepModel):
         return super().compute(sizes) * np.where(sizes > 130, 1.6, 1.0)
 
 
-def test_a_plan_that_is_worse_than_the_one_before_is_taken_back() -> None:
+def test_growth_that_takes_longer_than_foretold_is_taken_back_and_tried_ever_less() -> None:
     built = StepModel.build(4, compute_s=np.array([1.0, 4.0, 4.0, 4.0]) * 1e-3)
     model = Thrashing(
         **{item.name: getattr(built, item.name) for item in fields(built) if item.init}
     )
-    plans = drive(lambda _: model, Controller(256, 4), intervals=24, seed=0, noise=0.02)
-    steps = [model.step_s(sizes) for sizes in plans]
-    longer = [at for at in range(1, 24) if steps[at] > 1.05 * steps[at - 1]]
-    assert longer, plans
-    for at in longer:
-        assert steps[at] < steps[0], "better than equal sizes"
-        assert plans[at + 1] == plans[at - 1], plans
-    # Each such change makes the next one dearer by as much again.
-    assert len(longer) <= 4
-    assert (np.diff(longer, n=2) >= 0).all(), longer
+    plans = drive(lambda _: model, Controller(256, 4), intervals=60, seed=0, noise=0.02)
+    tried = [at for at in range(60) if plans[at][0] > 130]
+    assert 2 <= len(tried) <= 4, plans
+    assert (np.diff(tried, n=2) > 0).all(), tried
+    assert all(model.step_s(plans[at + 2]) < 1.01 * model.step_s(plans[at - 1]) for at in tried)
 
 
 @pytest.mark.parametrize("seed", [2, 10])  # by plain means: 21 and 22 % above
@@ -295,7 +241,7 @@ def test_hiccups_are_no_reason_to_change_sizes(seed: int) -> None:
     found, rival = results.run("loft"), results.run("lbbsp-cpu:busy")
     assert found.settled_s <= 1.02 * min(rival.settled_s, results.run("oracle").settled_s)
     assert len(found.decisions) <= 6
-    assert "pinned" not in found.explanation
+    assert "more intervals" not in found.explanation
 
 
 @pytest.mark.parametrize("seed", [2, 9, 20])
