@@ -39,7 +39,7 @@ from loft_hvd.codec import Shape
 __all__ = ["PREDICTORS", "Contest", "Outlook"]
 
 PREDICTORS = ("calm", "drift", "last", "trend", "plain", "load")
-_LAST, _TREND, _PLAIN, _LOAD = 2, 3, 4, 5
+_CALM, _LAST, _TREND, _PLAIN, _LOAD = 0, 2, 3, 4, 5
 _NUM = len(PREDICTORS)
 
 # Standard deviations of what may change in an interval, as shares of the time.
@@ -92,7 +92,7 @@ class Contest:
         return cls(
             states=np.zeros((_NUM, world_size, num_terms + 1)),
             covariance=np.zeros((_NUM, world_size, num_terms + 1, num_terms + 1)),
-            weights=np.full((_NUM, world_size), 1.0 / _NUM),
+            weights=np.repeat(_FIRST_WEIGHTS[:, None], world_size, axis=1),
             level_error=np.ones(world_size),
             slowdown=np.ones(world_size),
             samples=np.zeros(world_size),
@@ -210,6 +210,7 @@ def _moves() -> Floats:
 
 
 _MOVES = _moves()
+_FIRST_WEIGHTS = np.where(np.arange(_NUM) == _CALM, 0.5, 0.5 / (_NUM - 1))
 
 
 def _deal_out(
