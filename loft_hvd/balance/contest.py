@@ -5,12 +5,10 @@ each feature (1 for the fixed term, samples for the others). The predictors diff
 that times change from one interval to the next:
 
     calm    hardly: a long average
-    drift   by some per cent an interval: a short average
     last    by anything: only the last interval counts
     trend   on and on by the same per cent: a line through the last intervals
     plain   a short average, and all of the time comes with the samples: the one-line rule that
             makes batches proportional to speeds
-    load    as others use the rank's CPUs
 
 Each is a Kalman filter on the terms. What changes is, for all of them, mostly the *level*: all
 terms by one factor. So an interval at an unchanged size moves the level alone, and only sizes that
@@ -38,12 +36,12 @@ from loft_hvd.codec import Shape
 
 __all__ = ["PREDICTORS", "Contest", "Outlook"]
 
-PREDICTORS = ("calm", "drift", "last", "trend", "plain", "load")
-_CALM, _LAST, _TREND, _PLAIN, _LOAD = 0, 2, 3, 4, 5
+PREDICTORS = ("calm", "last", "trend", "plain")
+_CALM, _LAST, _TREND, _PLAIN = range(4)
 _NUM = len(PREDICTORS)
 
 # Standard deviations of what may change in an interval, as shares of the time.
-_LEVEL = np.array([0.01, 0.05, 0.5, 0.02, 0.1, 0.1])  # by predictor
+_LEVEL = np.array([0.01, 0.5, 0.02, 0.1])  # by predictor
 _SHAPE = 0.003  # each term by itself
 _PACE, _PACE_LASTS = 0.01, 0.95  # a trend, and what stays of it
 # Likewise, of what is not known.
@@ -54,7 +52,6 @@ _USUAL = 0.05  # the next interval, where nothing jumps: an error that plans sho
 # Of the weights, dealt out anew each interval; of ``last`` most, since a jump is over at once.
 _SHARED, _SHARED_LAST = 0.1, 0.9
 _TELLS = 0.1  # so many samples more or fewer, as a share, teach what comes with the samples
-_MOST_LOAD = 0.9  # of the CPUs, used by others
 _TINY_S = 1e-6  # no clock resolves less
 
 
@@ -82,7 +79,6 @@ class Contest:
     covariance: Annotated[Floats, Shape(_NUM, "world_size", "num_states", "num_states")]
     weights: Annotated[Floats, Shape(_NUM, "world_size")]  # that add up to 1
     level_error: RankFloats  # as of ``Outlook``
-    slowdown: RankFloats  # by others' use of the CPUs when the interval ended, >= 1
     samples: RankFloats  # of each batch
     num_rows: RankInts
 
@@ -94,7 +90,6 @@ class Contest:
             covariance=np.zeros((_NUM, world_size, num_terms + 1, num_terms + 1)),
             weights=np.repeat(_FIRST_WEIGHTS[:, None], world_size, axis=1),
             level_error=np.ones(world_size),
-            slowdown=np.ones(world_size),
             samples=np.zeros(world_size),
             num_rows=np.zeros(world_size, np.int64),
         )
@@ -114,7 +109,6 @@ class Contest:
         seconds: Floats,
         *,
         errors: Floats,
-        use: Floats,
         valid: Bools,
         start: Floats,
     ) -> None:
@@ -124,7 +118,6 @@ class Contest:
             features: of each rank's batch, >= 0, the fixed one first, [world_size, num_terms].
             seconds: what the part took, [world_size].
             errors: their standard errors, 0 where unknown, likewise.
-            use: the share of the rank's CPUs that others used at the end, likewise.
             valid: ranks that have a measurement, likewise.
             start: the terms to begin with, of ranks that had none so far, as ``features``.
         """
@@ -152,18 +145,12 @@ class Contest:
         states = _keep_positive(states, covariance)
         best = weights
         states, covariance, weights = _deal_out(states, covariance, weights, shown)
-        slowdown = 1.0 / (1.0 - np.clip(use, 0.0, _MOST_LOAD))
-        growth = np.ones_like(weights)
-        # What was measured is of the load from end to end of the interval, half of each.
-        before = np.where(self.num_rows == 0, slowdown, self.slowdown)
-        growth[_LOAD] = 2.0 * slowdown / (slowdown + before)
-        states, covariance = _advance(states, covariance, growth, shown)
+        states, covariance = _advance(states, covariance, shown)
         error = _level_error(states, covariance, best, shown)
         self.states = np.where(valid[:, None], states, self.states)
         self.covariance = np.where(valid[:, None, None], covariance, self.covariance)
         self.weights = np.where(valid, weights, self.weights)
         self.level_error = np.where(valid, error, self.level_error)
-        self.slowdown = np.where(valid, slowdown, self.slowdown)
         self.samples = np.where(valid, samples, self.samples)
         self.num_rows = self.num_rows + valid
 
@@ -237,14 +224,9 @@ def _deal_out(
     return mixed, spread, after
 
 
-def _advance(
-    states: Floats, covariance: Floats, growth: Floats, shown: Floats
-) -> tuple[Floats, Floats]:
-    """Foretell the next interval's states, and how uncertain they have become.
-
-    ``growth`` [NUM, world_size] is what levels grow by for another reason than their pace.
-    """
-    growth = growth * np.exp(np.clip(states[..., -1], -0.2, 0.2))
+def _advance(states: Floats, covariance: Floats, shown: Floats) -> tuple[Floats, Floats]:
+    """Foretell the next interval's states, and how uncertain they have become."""
+    growth = np.exp(np.clip(states[..., -1], -0.2, 0.2))
     then = states * growth[..., None]
     then[..., -1] = _PACE_LASTS * states[..., -1]
     level = then.copy()  # the direction in which all terms move alike

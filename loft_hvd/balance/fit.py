@@ -18,7 +18,6 @@ from loft_hvd.balance.interval import (
     COLUMNS,
     COMPUTE,
     COMPUTE_ERROR,
-    CPU,
     FETCH,
     FETCH_ERROR,
     LOCAL,
@@ -196,12 +195,12 @@ class Fitter:
         queues = self.source >= 0
         start[:, 3] = np.where(queues, start[:, 2] * remote / np.maximum(features[:, 3], 1e-9), 0.0)
         start[:, 2] = np.where(queues, 0.0, start[:, 2])
-        errors, use = rows[:, FETCH_ERROR], rows[:, CPU]
-        past.fetch.observe(features, fetch_s, errors=errors, use=use, valid=valid, start=start)
+        errors = rows[:, FETCH_ERROR]
+        past.fetch.observe(features, fetch_s, errors=errors, valid=valid, start=start)
         size, seconds, errors = self._of_a_pass(rows)
         features = _compute_features(size)
         start = np.outer(seconds / np.maximum(size, 1.0), (0.0, 1.0))
-        past.compute.observe(features, seconds, errors=errors, use=use, valid=valid, start=start)
+        past.compute.observe(features, seconds, errors=errors, valid=valid, start=start)
         past.rows = [*past.rows, rows][-_NUM_ROWS:]
         past.valid = [*past.valid, valid][-_NUM_ROWS:]
 

@@ -55,7 +55,7 @@ def test_one_size_cannot_tell_fixed_from_per_sample_and_says_so() -> None:
     assert fit is not None
     assert all("compute_fixed_s" in terms for terms in fit.unclear)
     assert fit.model.times([64, 64]) == pytest.approx(model.times([64, 64]), rel=0.02)
-    feed(fitter, model, [[32, 96], [96, 32], [48, 80], [80, 48]] * 2, noise=0.02)
+    feed(fitter, model, [[32, 96], [96, 32], [48, 80], [80, 48]] * 4, noise=0.02)
     fit = fitter.fit()
     assert fit is not None
     assert fit.unclear == ((), ())
