@@ -77,7 +77,9 @@ class Contest:
     # which the level goes on growing (0 but in ``trend``).
     states: Annotated[Floats, Shape(_NUM, "world_size", "num_states")]
     covariance: Annotated[Floats, Shape(_NUM, "world_size", "num_states", "num_states")]
-    weights: Annotated[Floats, Shape(_NUM, "world_size")]  # that add up to 1
+    # That add up to 1: by what was foretold so far, and with the share that is dealt out anew.
+    merits: Annotated[Floats, Shape(_NUM, "world_size")]
+    weights: Annotated[Floats, Shape(_NUM, "world_size")]
     level_error: RankFloats  # as of ``Outlook``
     samples: RankFloats  # of each batch
     num_rows: RankInts
@@ -88,6 +90,7 @@ class Contest:
         return cls(
             states=np.zeros((_NUM, world_size, num_terms + 1)),
             covariance=np.zeros((_NUM, world_size, num_terms + 1, num_terms + 1)),
+            merits=np.repeat(_FIRST_WEIGHTS[:, None], world_size, axis=1),
             weights=np.repeat(_FIRST_WEIGHTS[:, None], world_size, axis=1),
             level_error=np.ones(world_size),
             samples=np.zeros(world_size),
@@ -97,10 +100,10 @@ class Contest:
     def foretell(self) -> Outlook:
         """Return the mixture's word on the next interval."""
         terms, covariance = self.states[..., :-1], self.covariance[..., :-1, :-1]
-        mean = np.einsum("kn,kni->ni", self.weights, terms)
+        mean = np.einsum("kn,kni->ni", self.merits, terms)
         apart = terms - mean
-        spread = np.einsum("kn,knij->nij", self.weights, covariance)
-        spread += np.einsum("kn,kni,knj->nij", self.weights, apart, apart)
+        spread = np.einsum("kn,knij->nij", self.merits, covariance)
+        spread += np.einsum("kn,kni,knj->nij", self.merits, apart, apart)
         return Outlook(mean, spread, self.level_error.copy())
 
     def observe(
@@ -128,8 +131,8 @@ class Contest:
         variance = np.einsum("kni,ni->kn", gain, shown) + noise
         miss = seconds - (self.states * shown).sum(axis=-1)
         loss = 0.5 * (np.log(variance) + np.square(miss) / variance)
-        weights = self.weights * np.exp(loss.min(axis=0) - loss)
-        weights /= weights.sum(axis=0)
+        merits = self.weights * np.exp(loss.min(axis=0) - loss)
+        merits /= merits.sum(axis=0)
         samples = features[:, 1:].sum(axis=1)
         known = np.maximum(self.samples, 1.0)
         tells = (self.num_rows < 2) | (np.abs(samples - self.samples) > _TELLS * known)
@@ -143,12 +146,12 @@ class Contest:
         told = both + np.swapaxes(both, -1, -2) - used[..., :, None] * used[..., None, :]
         covariance = self.covariance - told / variance[..., None, None]
         states = _keep_positive(states, covariance)
-        best = weights
-        states, covariance, weights = _deal_out(states, covariance, weights, shown)
+        states, covariance, weights = _deal_out(states, covariance, merits, shown)
         states, covariance = _advance(states, covariance, shown)
-        error = _level_error(states, covariance, best, shown)
+        error = _level_error(states, covariance, merits, shown)
         self.states = np.where(valid[:, None], states, self.states)
         self.covariance = np.where(valid[:, None, None], covariance, self.covariance)
+        self.merits = np.where(valid, merits, self.merits)
         self.weights = np.where(valid, weights, self.weights)
         self.level_error = np.where(valid, error, self.level_error)
         self.samples = np.where(valid, samples, self.samples)

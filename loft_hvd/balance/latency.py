@@ -34,7 +34,7 @@ from loft_hvd.errors import ArgumentError
 
 __all__ = ["Curves", "Held", "StepModel", "queued_samples", "typical_longest"]
 
-_NO_TERMS = ("source", "aggregate_s", "is_coupled")
+_NO_TERMS = ("source", "aggregate_s", "is_coupled", "tables")
 _POINTS = 96  # of an integral over time
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,9 @@ from loft_hvd.balance.latency import StepModel
 from loft_hvd.data.assign import count_local, count_rows
 from loft_hvd.data.draws import EpochSettings
 from loft_hvd.data.placement import HomeSet, Placement
+from loft_hvd.errors import ArgumentError
 from loft_hvd.simulate.cluster import Chance, Cluster, Disturbance
+from loft_hvd.simulate.curves import MeasuredModel, read_table
 from loft_hvd.simulate.scenario import Event, Scenario
 
 __all__ = ["Draws", "build_cluster", "build_placement"]
@@ -112,7 +114,7 @@ class Draws:
 def build_cluster(scenario: Scenario, average_hits: Floats) -> Cluster:
     """Make the cluster of a scenario; ``average_hits`` [world_size] as ``Draws`` knows them."""
     size_bytes, value = scenario.sample_bytes, scenario.values
-    names = scenario.source_names()
+    names = scenario.names("source")
     known = sorted(scenario.sources)
     source = np.array([known.index(name) if name else -1 for name in names])
     shared_s = [size_bytes / scenario.sources[name] if name else 0.0 for name in names]
@@ -136,6 +138,8 @@ def build_cluster(scenario: Scenario, average_hits: Floats) -> Cluster:
         overlap=value("overlap"),
         source=source,
     )
+    if any(scenario.names("curve")):
+        model = _measured(model, scenario)
     return Cluster(
         model,
         _disturb(scenario),
@@ -148,6 +152,20 @@ def build_cluster(scenario: Scenario, average_hits: Floats) -> Cluster:
         ),
         slow_start=(scenario.first_steps, scenario.first_steps_factor),
     )
+
+
+def _measured(model: StepModel, scenario: Scenario) -> MeasuredModel:
+    """Return the model of ranks that all compute as tables say."""
+    names = scenario.names("curve")
+    if not all(names):
+        raise ArgumentError(
+            f"scenario {scenario.name!r}: ranks.curve={names!r} must name a table for every rank, "
+            "or for none"
+        )
+    tables = {name: read_table(name) for name in set(names)}
+    terms = {item.name: getattr(model, item.name) for item in fields(model) if item.init}
+    terms["compute_s"] = np.ones(scenario.world_size)
+    return MeasuredModel(**terms, tables=tuple(tables[name] for name in names))
 
 
 def _disturb(scenario: Scenario) -> Disturbance:

@@ -67,6 +67,9 @@ class RankTraits:
     hiccup_factor: Value = 8.0  # whose fetch and compute take so many times as long
     stall_probability: Value = 0.0  # that the rank stands still in a step,
     stall_s: Value = 1.0  # for so long on average, exponentially distributed; part of its compute
+    # A table of seconds by batch in place of the first three, one for all or one a rank: a CSV
+    # file, or the name of a shipped one; "" for none.
+    curve: str | Sequence[str] = ""
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ class Scenario:
     def _check_ranks(self) -> None:
         where = f"scenario {self.name!r}: ranks"
         for item in fields(RankTraits):
-            if item.name == "source":
+            if item.name in ("source", "curve"):
                 continue
             values = self.values(item.name)
             if item.name.endswith("_bytes_per_s") and not (values > 0).all():
@@ -215,16 +218,18 @@ class Scenario:
                 raise ArgumentError(f"{where}.{item.name} must be in [0, 1], but is {values}")
         for name, rate in self.sources.items():
             self._check_number(f"bytes_per_s of source {name!r}", rate, 0, is_open=True)
-        if not isinstance(self.ranks.source, Sequence):
-            raise ArgumentError(f"{where}.source={self.ranks.source!r} must be a name or names")
-        names = self.source_names()
-        if not all(isinstance(name, str) for name in names):
-            raise ArgumentError(f"{where}.source={reprlib.repr(names)}: each must be a name")
-        if len(names) != self.world_size:
-            raise ArgumentError(
-                f"{where}.source has {len(names)} names for world_size={self.world_size}"
-            )
-        for rank, name in enumerate(names):
+        for what in ("source", "curve"):
+            given = getattr(self.ranks, what)
+            if not isinstance(given, Sequence):
+                raise ArgumentError(f"{where}.{what}={given!r} must be a name or names")
+            names = self.names(what)
+            if not all(isinstance(name, str) for name in names):
+                raise ArgumentError(f"{where}.{what}={reprlib.repr(names)}: each must be a name")
+            if len(names) != self.world_size:
+                raise ArgumentError(
+                    f"{where}.{what} has {len(names)} names for world_size={self.world_size}"
+                )
+        for rank, name in enumerate(self.names("source")):
             if name and name not in self.sources:
                 raise ArgumentError(
                     f"scenario {self.name!r}: rank {rank} reads from source {name!r}, but "
@@ -252,9 +257,9 @@ class Scenario:
         if wrong:
             raise ArgumentError(f"scenario {self.name!r}: event {event}: {'; '.join(wrong)}")
 
-    def source_names(self) -> tuple[str, ...]:
-        """Return the name of each rank's shared source, [world_size], "" for none."""
-        names = self.ranks.source
+    def names(self, what: str) -> tuple[str, ...]:
+        """Return a field of ``ranks`` that names something, of every rank, "" for none."""
+        names = getattr(self.ranks, what)
         return (names,) * self.world_size if isinstance(names, str) else tuple(names)
 
     def values(self, what: str) -> Floats:

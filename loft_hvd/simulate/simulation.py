@@ -142,7 +142,7 @@ def _controller(scenario: Scenario, policy: str | Sequence[int]) -> Controller:
     chosen: str | Sequence[int] | Policy = policy
     if policy == "loft" and scenario.knows_sources and scenario.sources:
         known = sorted(scenario.sources)
-        names = scenario.source_names()
+        names = scenario.names("source")
         chosen = Loft(source=[known.index(name) if name else -1 for name in names])
     caps = scenario.max_batch
     per_rank = [cap or None for cap in ([caps] if isinstance(caps, int) else caps)]

@@ -145,7 +145,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(python: Path) -> None:
     files = {line.split(",")[0] for line in record.read_text().splitlines()}
     sources = {
         path.relative_to(_ROOT).as_posix()
-        for pattern in ("*.py", "py.typed", "scenarios/*.toml")
+        for pattern in ("*.py", "py.typed", "scenarios/*.toml", "curves/*.csv")
         for path in (_ROOT / "loft_hvd").rglob(pattern)
     }
     packaged = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from loft_hvd.balance.loft import Loft
 from loft_hvd.balance.policy import Proposal
 from loft_hvd.balance.search import SOLVERS, exact
 from loft_hvd.simulate.compare import random_scenario
+from loft_hvd.simulate.curves import Table, read_table
 from loft_hvd.simulate.scenario import Event, RankTraits, Scenario, read_scenario
 from loft_hvd.simulate.simulation import PolicyRun, simulate
 from tests.support.clusters import OVERLAPS, drive, measure, observe, random_model
@@ -93,6 +96,50 @@ def test_loft_is_near_the_best_policy_in_random_scenarios(first: int) -> None:
         best = min(run.mean_s for run in results.runs if run.name != "oracle")
         above = results.run("loft").mean_s / best - 1
         assert above <= 0.02, f"seed {seed}: {above:.1%} above the best policy"
+
+
+def least_by_enumeration(tables: list[Table], total: int) -> float:
+    """Return the shortest step of all sizes of at least one sample that add up to ``total``."""
+    times = [table.at(np.arange(1.0, table.sizes[-1] + 1)) for table in tables]
+    targets, low = np.unique(np.concatenate(times)), 0
+    high = len(targets) - 1
+    while low < high:
+        middle = (low + high) // 2
+        sums = 1  # bit s is set where s samples can be given out within the target
+        for of_rank in times:
+            fits = (np.flatnonzero(of_rank <= targets[middle]) + 1).tolist()
+            sums = functools.reduce(operator.or_, (sums << size for size in fits), 0)
+        low, high = (low, middle) if sums >> total & 1 else (middle + 1, high)
+    return float(targets[low])
+
+
+@pytest.mark.parametrize(
+    ("model", "total"),
+    long_first(
+        [
+            *(("imagenet", total) for total in (400, 200, 800)),
+            *(("bert", total) for total in (24, 48, 72)),
+            *(("yolov3", total) for total in (20, 32, 48)),
+        ],
+        1,
+    ),
+)
+def test_on_measured_curves_loft_comes_near_the_best_of_all_sizes(model: str, total: int) -> None:
+    names = [f"{model}-{gpu}" for gpu in ("a100", "2080ti", "rtx6000", "t4")]
+    tables = [read_table(name) for name in names]
+    scenario = Scenario(
+        f"{model} {total}",
+        4,
+        total,
+        steps=1200,
+        noise=0.02,
+        min_batch=1,
+        max_batch=[int(table.sizes[-1]) for table in tables],
+        policies=("loft",),
+        ranks=RankTraits(curve=names, local_share=1.0, local_bytes_per_s=1e12),
+    )
+    settled_s = simulate(scenario).run("loft").settled_s
+    assert settled_s <= 1.03 * least_by_enumeration(tables, total)
 
 
 def test_loft_is_near_the_best_policy_where_a_slow_rank_reads_little() -> None:

@@ -194,6 +194,7 @@ _LAYERS = {
     "optimizer/wrapper.py": 7,
     "simulate/__init__.py": 0,
     "simulate/cluster.py": 2,
+    "simulate/curves.py": 2,
     "simulate/build.py": 4,
     "simulate/scenario.py": 4,
     "simulate/stores.py": 5,
