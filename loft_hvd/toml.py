@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
 
 from loft_hvd.errors import ArgumentError, MissingDependencyError
@@ -37,11 +38,11 @@ def read_toml(path: str | os.PathLike[str], *, what: str) -> dict[str, Any]:
 
 
 def _toml_reader(what: str) -> Any:
-    for name in ("tomllib", "tomli"):  # in Python from 3.11 on; a package before
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise MissingDependencyError(
-        f"reading a {what} needs Python 3.11, or the tomli package: pip install tomli"
-    )
+    if sys.version_info >= (3, 11):
+        return importlib.import_module("tomllib")
+    try:
+        return importlib.import_module("tomli")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"reading a {what} needs Python 3.11, or the tomli package: pip install tomli"
+        ) from error

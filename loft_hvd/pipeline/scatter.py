@@ -50,7 +50,7 @@ class _Reduction:
         """Release nothing: each collective on its way is, as it ends."""
 
 
-class _Together:
+class _Gathering:
     """Buckets that wait for each other, as all of them decide."""
 
     def __init__(self, reductions: Sequence[_Reduction]) -> None:
@@ -179,7 +179,7 @@ class ScatterExchanges:
         self._selection.complete()
         if self._open:
             open_ones = list(self._open.values())
-            self._channel.wait(_Together(open_ones), what=open_ones[0].place)
+            self._channel.wait(_Gathering(open_ones), what=open_ones[0].place)
         self._open.clear()
         self._selection.is_whole = False
 

@@ -41,6 +41,7 @@ import torch
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller, Decision
 from loft_hvd.balance.first_sizes import fit_first_sizes
+from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.balance.interval import COLUMNS, Interval, RankTimes
 from loft_hvd.balance.memory import logged_caps
 from loft_hvd.codec import decode
@@ -145,6 +146,8 @@ def sample_log(folder: Path) -> bytes:
     reads = [{"rank": rank, "own": 9, "peer": 2, "source": 1} for rank in range(3)]
     log.write("store", epoch=1, ranks=reads)
     log.write("scope", scope="model")
+    noise = GradientNoise(0.01, 2e-3, 4.0, 0.1, 90.0, 50)
+    log.write("noise", **asdict(noise), scale=noise.scale)
     log.write("explain", text="policy loft: no times yet\nrank 1: poor")
     liar = WorkerReport((2,), 0.97, 0.9, 40.0, 0, 20, is_named=True, in_quarantine_until=90)
     honest = WorkerReport((0,), 0.02, 0.4, 1.0, 0, 20, is_named=False)

@@ -243,8 +243,8 @@ MUTANTS = (
     Mutant(
         "samples are assigned anew where another plan comes into force",
         "data/draws.py",
-        "if assigned is None or sizes != likely:",
-        "if assigned is None:",
+        "            if plan.sizes != likely:",
+        "            if likely is None:",
         ("unit/test_draws.py", "unit/test_sampler.py", "property/test_sampler.py"),
     ),
     Mutant(

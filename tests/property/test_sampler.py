@@ -212,7 +212,7 @@ def test_every_sample_comes_once_whatever_global_batches_plans_have(
         assert draw.step_sizes.step == step
         assert sum(size > 0 for size in sizes) >= case.plans.min_ranks
         for rank in range(case.plans.world_size):
-            indices = draw.indices(rank, min_batch=2, homes=batches.homes)
+            indices = draw.indices(rank, dummy_size=2, homes=batches.homes)
             computed += indices if sizes[rank] else []
         plan = case.plans.plan_at(step)
         is_last = step == len(draws) - 1 and not case.drop_last

@@ -47,7 +47,8 @@ def course(kind: str, rng: np.random.Generator) -> Floats:
         "jumps": np.exp(np.cumsum(np.where(rng.random(200) < 0.05, rng.normal(0, 0.7, 200), 0))),
         "walk": np.exp(np.cumsum(rng.normal(0, 0.05, 200))),
     }[kind]
-    return 0.2 * level * rng.normal(1.0, 0.01, 200)
+    times: Floats = 0.2 * level * rng.normal(1.0, 0.01, 200)
+    return times
 
 
 @pytest.mark.parametrize("kind", ["steady", "wave", "jumps", "walk"])
