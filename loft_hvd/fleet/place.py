@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from loft_hvd.errors import PlanError
 from loft_hvd.fleet.jobs import Fleet, Host, Job
@@ -23,7 +24,8 @@ __all__ = ["Choice", "Worth", "choose_hosts", "show_rate"]
 
 # Bounds of the search, in steps worked out, of some 0.5 ms each; what they cost was measured at a
 # hundred hosts of eight ranks.
-_MOST_TRIES, _MOST_STARTS, _MOST_SWAPPED = 3000, 3, 8
+_MOST_TRIES, _MOST_STARTS, _MOST_SWAPPED = 2000, 3, 8
+_MOST_PAIRED = 16  # hosts, of which pairs are tried
 _MOST_RATES = 6  # of links, from which on hosts are taken
 _EXACT = 24  # of the best places found, that are compared by ``predict``
 _OTHERS = 3  # runners-up
@@ -181,13 +183,26 @@ class _Search:
         return rough_s(self._fleet, job, layout)
 
     def _search(self, over: str, most: _State) -> None:
+        """Climb from the best start, and from the best ones of half or twice as many hosts."""
         starts = sorted(set(self._starts(most)), key=lambda state: self.value(over, state))
-        for state in starts[:_MOST_STARTS]:
-            self._climb(over, most, state)
+        climbed: list[int] = []  # hosts of the starts
+        for state in starts:
+            count = sum(each > 0 for each in state)
+            if all(count >= 2 * other or other >= 2 * count for other in climbed):
+                climbed.append(count)
+                self._climb(over, most, state)
+            if len(climbed) == _MOST_STARTS:
+                break
 
     def _starts(self, most: _State) -> Iterator[_State]:
-        """Yield the first hosts of several orders, above each link rate, of all racks and each."""
+        """Yield single hosts and pairs, and the first of several orders above each link rate.
+
+        Orders are of all hosts, and of each rack's.
+        """
         places = [at for at, count in enumerate(most) if count]
+        for few in range(1, 3 if len(places) <= _MOST_PAIRED else 2):
+            for taken in combinations(places, few):
+                yield tuple(count * (at in taken) for at, count in enumerate(most))
         domains = [places]
         racks = sorted({self._offers[at].host.rack for at in places})
         if len(racks) > 1:
