@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from loft_hvd.balance.fit import Fit
-from loft_hvd.balance.goodput import GradientNoise, Worth, candidates, weigh
+from loft_hvd.balance.goodput import BatchWorth, GradientNoise, candidates, weigh
 from loft_hvd.balance.interval import Interval
 from loft_hvd.balance.latency import Held
 from loft_hvd.balance.plan import Bounds, Sizes
@@ -144,14 +144,14 @@ class AutoBatch(Policy):
         self.state = replace(self.state, global_batch_size=total, lost=0.0, shares=None)
         self._share_out(replace(self.task, global_batch_size=total))
 
-    def _best(self, interval: Interval) -> tuple[Worth, Sizes, bool] | None:
+    def _best(self, interval: Interval) -> tuple[BatchWorth, Sizes, bool] | None:
         """Return the best other global batch, its sizes, and whether what it takes is known."""
         noise, fit, now = self._noise, self._shares.fit, tuple(interval.sizes.tolist())
         if noise is None or not interval.step_s > 0:
             self.state.note = "the global batch stays: the gradients' noise is not known so far"
             return None
         is_known = len(self.state.seen) > 1 and fit is not None and not fit.is_poor.any()
-        found: list[tuple[Worth, Sizes, bool]] = []
+        found: list[tuple[BatchWorth, Sizes, bool]] = []
         for total in candidates(sum(now), self.least, self.most):
             sizes = self._sizes(total, interval, fit if is_known else None)
             if sizes is None:

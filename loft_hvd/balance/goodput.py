@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-__all__ = ["LR_RULES", "GradientNoise", "LrRule", "Worth", "candidates", "efficiency", "weigh"]
+__all__ = ["LR_RULES", "BatchWorth", "GradientNoise", "LrRule", "candidates", "efficiency", "weigh"]
 
 _SIGMAS = 2.0  # standard errors that a sure gain is above nothing
 
@@ -61,7 +61,7 @@ class GradientNoise:
 
 
 @dataclass(frozen=True)
-class Worth:
+class BatchWorth:
     """What another global batch would bring."""
 
     global_batch_size: int
@@ -86,7 +86,7 @@ def efficiency(scale: float, global_batch_size: int, base: int) -> float:
 
 def weigh(
     noise: GradientNoise, now: int, then: int, *, now_s: float, then_s: float, error_s: float
-) -> Worth:
+) -> BatchWorth:
     """Say what global batch ``then`` would bring in place of ``now``.
 
     Progress a second is goodput: samples a second times ``efficiency``.
@@ -103,7 +103,7 @@ def weigh(
     by_noise = 0.0
     if math.isfinite(noise.scale):
         by_noise = (1 / (noise.scale + now) - 1 / (noise.scale + then)) * noise.scale_error
-    return Worth(then, ratio - 1.0, ratio * math.hypot(error_s / then_s, by_noise))
+    return BatchWorth(then, ratio - 1.0, ratio * math.hypot(error_s / then_s, by_noise))
 
 
 def candidates(now: int, least: int, most: int) -> list[int]:

@@ -90,7 +90,7 @@ class _LoggedTimes:
 
 
 @dataclass(frozen=True)
-class _LoggedCap:
+class _CapOfRank:
     """A line ``cap``."""
 
     rank: Count
@@ -165,7 +165,7 @@ def read_log(path: str | Path) -> LoggedRun:
         return decode(kind, entry, what=what, call=f"run log {path}", is_open=True, advice=advice)
 
     world, measured = read(_LoggedWorld, newest["run"]), read(_LoggedTimes, newest["times"])
-    found = [read(_LoggedCap, each) for each in entries if each["kind"] == "cap"]
+    found = [read(_CapOfRank, each) for each in entries if each["kind"] == "cap"]
     size = len(world.devices)
     fits = {each.rank: each for each in read(_LoggedFits, newest["fit"]).ranks}
     times = {each.rank: each for each in measured.ranks}

@@ -228,7 +228,7 @@ def test_ranks_on_cpus_and_gpus_watch_alike(on_gpu: tuple[int, ...], is_watched:
 def test_fsdps_flat_gradients_are_refused_by_name() -> None:
     hook = loft.ddp_hook(transport=LocalWorld(1).transport(0))
     gradient: Any = torch.zeros(3)
-    with pytest.raises(ArgumentTypeError, match=r"FullyShardedDataParallel: .* fsdp_hook"):
+    with pytest.raises(ArgumentTypeError, match=r"FullyShardedDataParallel: .*fsdp_hook"):
         hook(None, gradient, gradient)
 
 

@@ -20,7 +20,6 @@ _PROJECT = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else
 _MODULES = {"scikit-learn": "sklearn", "pytorch-lightning": "pytorch_lightning"}
 # What no import statement shows: the text that uses it, and the files to look for it in.
 _USED_OTHERWISE = {
-    "tomli": ('"tomli"', "loft_hvd/simulate/*.py"),  # one name of two that are tried
     "pytest-timeout": ("timeout = 120", "pyproject.toml"),
     "pytest-xdist": ("-n auto", "Makefile"),
 }
