@@ -1,6 +1,6 @@
 """Time to an accuracy on the digits: a global batch that follows the noise, beside fixed ones.
 
-    python -m benchmarks.auto_batch --json benchmarks/results/auto_batch.json
+    python -m benchmarks.auto_batch --exchange-ms 40
 
 Four ranks, which are threads, train with ``DistributedOptimizer`` and ``loft.DataLoader``. What a
 step takes is not measured but set: each rank has a clock that passes by its own speed, and waits
@@ -32,7 +32,6 @@ __all__ = ["Job", "Outcome", "time_to"]
 STEP_MS = 10.0  # of a rank, beside its samples
 SAMPLE_MS = (0.25, 0.5, 1.0, 1.0)
 FIXED = (64, 256, 1024)
-
 BASE = 64  # of which the learning rate is
 GOAL = 0.97
 SEEDS = range(5)
@@ -60,6 +59,7 @@ class Job:
     lr: float = 0.1
     most_ms: float = 60_000.0
     interval: int = 10
+    lr_scale: str | None = None
     exchange_ms: float = 10.0  # of a step, after the slowest rank
 
 
@@ -91,7 +91,7 @@ def train(ends: LocalTransport, job: Job, model: nn.Module, data: Sequence[Tenso
     model, clock = copy.deepcopy(model), Clock()
     limits: dict[str, Any] = {}
     if job.batch == "auto":
-        limits = {"min_global": FIXED[0], "max_global": FIXED[-1]}
+        limits = {"min_global": BASE, "max_global": FIXED[-1], "lr_scale": job.lr_scale}
     balancer = loft.Balancer(
         job.batch,  # type: ignore[arg-type]  # "auto" or a number
         interval=job.interval,
@@ -152,17 +152,17 @@ def time_to(job: Job) -> Outcome:
     """Run a job, and return what came of it."""
     torch.manual_seed(job.seed)
     model, data = _model(), load_digits()
-    return run_ranks(len(SAMPLE_MS), lambda ends: train(ends, job, model, data))[0]
+    return run_ranks(len(SAMPLE_MS), lambda ends: train(ends, job, model, data), timeout_s=900)[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all jobs, print a line each and write a record."""
+    """Run all jobs, and print a line each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--json", default=None, help="file for the record")
     parser.add_argument("--rule", default="mean")
     parser.add_argument("--attack", type=float, default=1.0)
     parser.add_argument("--optimizer", default="sgd", choices=("sgd", "adam"))
     parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--lr-scale", default=None)
     parser.add_argument("--exchange-ms", type=float, default=10.0)
     parser.add_argument("--most-ms", type=float, default=20_000.0)
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
@@ -178,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 optimizer=asked.optimizer,
                 lr=asked.lr,
                 most_ms=asked.most_ms,
+                lr_scale=asked.lr_scale,
                 exchange_ms=asked.exchange_ms,
             )
             found = time_to(job)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import loft_hvd as loft
 from loft_hvd.balance.goodput import GradientNoise
+from loft_hvd.bench.attacked import load_digits
 from loft_hvd.pipeline.noise import PairSums, estimate, estimate_pairs
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.ddp_buckets import backward
@@ -274,3 +275,33 @@ def test_ranks_measure_the_noise_of_what_they_train(case: str, num_steps: int) -
     assert abs(found[0].variance - variance) < 4 * found[0].variance_error
     assert abs(found[0].signal - signal) < 4 * found[0].signal_error
     assert found[0].signal_error < 0.15 * signal * (600 / num_steps) ** 0.5
+
+
+@pytest.mark.long
+def test_estimates_hold_for_a_network_on_the_digits() -> None:
+    torch.manual_seed(0)
+    data = load_digits()
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+    )
+    rows = []
+    for image, label in zip(data.images, data.labels, strict=True):
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(image[None]), label[None]).backward()
+        rows.append(torch.cat([gradient(p).flatten() for p in model.parameters()]))
+    gradients = torch.stack(rows)  # [1437, 4810]
+    mean = gradients.mean(dim=0)
+    variance = float(((gradients - mean) ** 2).sum(dim=1).mean())
+    random, intervals = np.random.default_rng(0), []
+    for _ in range(200):
+        sums = PairSums.of(len(SIZES))
+        for _ in range(10):
+            drawn = torch.from_numpy(random.integers(len(gradients), size=sum(SIZES)))
+            parts = [gradients[each].mean(dim=0) for each in drawn.split(list(SIZES))]
+            step = torch.stack(parts).double().numpy()
+            sums.add(step @ step.T, np.array(SIZES, np.float64))
+        intervals.append(sums.finite())
+    found = estimate_pairs(intervals)
+    assert found is not None
+    assert found.variance == pytest.approx(variance, rel=0.05)
+    assert found.signal == pytest.approx(float(mean.dot(mean)), rel=0.05)
