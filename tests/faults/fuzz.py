@@ -44,6 +44,7 @@ from loft_hvd.balance.first_sizes import fit_first_sizes
 from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.balance.interval import COLUMNS, Interval, RankTimes
 from loft_hvd.balance.memory import logged_caps
+from loft_hvd.balance.turns import Crowd, Turns
 from loft_hvd.codec import decode
 from loft_hvd.errors import LoftError
 from loft_hvd.failures.actions import HeartbeatSettings, ProcessControl
@@ -135,7 +136,11 @@ def sample_log(folder: Path) -> bytes:
     for log.step in (20, 40):
         ranks = [RankTimes(r, 20, 32, 32, 0, 0.1, 0.1, 0.1 + r, 0, 0, 0, 0) for r in range(3)]
         shown = [asdict(rank) for rank in ranks]
-        log.write("times", since=log.step - 20, num_ranks=3, ranks=shown)
+        beside = {
+            "crowd": asdict(Crowd(3, 2, 0.05, 0.1)),
+            "turns": asdict(Turns([0, 1, 2], "fetch", 0.2, 30, 32)),
+        }
+        log.write("times", since=log.step - 20, num_ranks=3, ranks=shown, **beside)
         fits = [{"rank": rank, "predicted_s": 0.1 + rank} for rank in range(3)]
         log.write("fit", plan_id=0, predicted_s=2.1, ranks=fits)
         log.write_scalars({"loss": 1.0 / log.step})
