@@ -455,14 +455,14 @@ class Passes:
         return [each for at, each in enumerate(passes) if not at or each is not passes[at - 1]]
 
     def samples(self, *, is_mean: bool, is_sum: bool = False) -> StepSamples | None:
-        """Return what the step's gradients are of; None where nobody says how many samples.
+        """Return what the step's gradients are of; None where nobody says of how many samples.
 
         ``is_mean``: they are reduced by a plain mean, and ``is_sum``: then multiplied by the number
         of ranks.
         """
-        if not self._sizes:
-            return None
         batches, rank, num_ranks = self.batches(), self._channel.rank, self._channel.world_size
+        if not batches or not all(each.total for each in batches):
+            return None
         # How much of each pass's mean gradient a rank's sum has, [num_ranks][num_batches].
         shares = [
             [num_ranks * each.sizes[at] / each.total if is_mean else 1.0 for each in batches]

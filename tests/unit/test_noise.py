@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ import loft_hvd as loft
 from loft_hvd.balance.goodput import GradientNoise
 from loft_hvd.bench.attacked import load_digits
 from loft_hvd.pipeline.noise import PairSums, estimate, estimate_pairs
+from loft_hvd.report.page import render_page
+from loft_hvd.report.text import render_text
+from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.ddp_buckets import backward
 
@@ -268,7 +272,9 @@ _QUICK = ("mean", "trimmed mean", "averages", "hook, mean")
 def test_ranks_measure_the_noise_of_what_they_train(case: str, num_steps: int) -> None:
     options: dict[str, Any] = {"sizes": [24, 24, 12, 4], "num_steps": num_steps} | CASES[case]
     model = network()
-    found = run_ranks(len(options["sizes"]), lambda ends: train(ends, model, **options))
+    found = run_ranks(
+        len(options["sizes"]), lambda ends: train(ends, model, **options), timeout_s=300
+    )
     assert all(each == found[0] for each in found)
     variance, signal = truth()
     assert found[0].variance_error < 0.1 * variance
@@ -305,3 +311,23 @@ def test_estimates_hold_for_a_network_on_the_digits() -> None:
     assert found is not None
     assert found.variance == pytest.approx(variance, rel=0.05)
     assert found.signal == pytest.approx(float(mean.dot(mean)), rel=0.05)
+
+
+def test_the_log_the_report_and_the_page_say_what_noise_means(tmp_path: Path) -> None:
+    model = network()
+    options: dict[str, Any] = {"sizes": [24, 24, 12, 4], "num_steps": 60, "rule": loft.Mean()}
+
+    def work(ends: LocalTransport) -> GradientNoise:
+        folder: dict[str, Any] = {"log_dir": tmp_path} if ends.rank == 0 else {}
+        return train(ends, model, **options, **folder)
+
+    run_ranks(4, work)
+    (path,) = tmp_path.iterdir()
+    entries = read_run_log(path)
+    (line,) = [entry for entry in entries if entry["kind"] == "noise"]
+    assert line["step"] == 50
+    assert line["scale"] == pytest.approx(line["variance"] / line["signal"])
+    assert "with 64 a step, a sample brings" in render_text(entries)
+    page = render_page(entries, title="run")
+    assert "Noise of gradients, in samples" in page
+    assert "gradient noise scale" in page
