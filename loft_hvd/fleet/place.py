@@ -24,7 +24,8 @@ __all__ = ["Choice", "Worth", "choose_hosts", "show_rate"]
 
 # Bounds of the search, in steps worked out, of some 0.5 ms each; what they cost was measured at a
 # hundred hosts of eight ranks.
-_MOST_TRIES, _MOST_STARTS, _MOST_SWAPPED = 2000, 3, 8
+_MOST_TRIES, _MOST_STARTS, _MOST_SWAPPED = 2000, 5, 8
+_APART = 1.4  # hosts of a start over those of another
 _MOST_PAIRED = 16  # hosts, of which pairs are tried
 _MOST_RATES = 6  # of links, from which on hosts are taken
 _EXACT = 24  # of the best places found, that are compared by ``predict``
@@ -183,12 +184,12 @@ class _Search:
         return rough_s(self._fleet, job, layout)
 
     def _search(self, over: str, most: _State) -> None:
-        """Climb from the best start, and from the best ones of half or twice as many hosts."""
+        """Climb from the best start, and from the best ones of fewer and of more hosts."""
         starts = sorted(set(self._starts(most)), key=lambda state: self.value(over, state))
         climbed: list[int] = []  # hosts of the starts
         for state in starts:
             count = sum(each > 0 for each in state)
-            if all(count >= 2 * other or other >= 2 * count for other in climbed):
+            if all(max(count, other) >= _APART * min(count, other) for other in climbed):
                 climbed.append(count)
                 self._climb(over, most, state)
             if len(climbed) == _MOST_STARTS:
