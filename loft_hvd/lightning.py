@@ -213,6 +213,11 @@ class LoftCallback:
         self._trainer = trainer
         if self._balancer is None:
             self._balancer = self._make_balancer()
+        if self._balancer.min_batch == 0:
+            raise ArgumentError(
+                "lightning_callback: with Balancer(min_batch=0) a loader yields None to ranks that "
+                "are left out, and Lightning takes no step then; give min_batch=1 or more"
+            )
         if self._balancer.world_size != trainer.world_size:
             raise UsageError(
                 f"lightning_callback: the balancer plans for {self._balancer.world_size} ranks, "

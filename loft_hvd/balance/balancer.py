@@ -704,7 +704,7 @@ class Balancer(NeverCopied):
         """
         if self.min_batch:
             return self.min_batch
-        return 0 if step % (self._live.schedule.interval * self._live.num_passes) else MIN_BATCH
+        return 0 if step % self._live.schedule.interval else MIN_BATCH  # steps have one batch each
 
     @property
     def pass_caps(self) -> tuple[int | None, ...]:
@@ -846,6 +846,11 @@ class Balancer(NeverCopied):
     def has_none(self) -> bool:
         """Whether the batch whose turn it is leaves this rank without samples."""
         return self._batches.has_none(self.rank, self.history)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a rank without samples in a step makes no forward pass."""
+        return self.min_batch == 0
 
     def pass_over(self) -> None:
         """Note that this rank takes part in a step without computing anything."""

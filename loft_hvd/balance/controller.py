@@ -293,11 +293,19 @@ class Controller:
         if leaving is None or fit is None or self._num_intervals < _WARM_UP_INTERVALS:
             return None
         largest = np.max([made.sizes for made in self.history], axis=0)
-        found = leaving.consider(interval, fit, self._bounds, largest=largest)
-        if found is None:
+        try:
+            found = leaving.consider(interval, fit, self._bounds, largest=largest)
+            if found is None:
+                return None
+            self._restrict(found.sizes)
+            allowed = self.allowed(found.sizes)
+        except PlanError as error:  # must not end training
+            self._hindrance = f"no rank is left out or comes back at step {step}: {error}"
+            self._restrict(self.plan.sizes)
             return None
-        self._restrict(found.sizes)
-        allowed = self.allowed(found.sizes)
+        if allowed.sizes == self.plan.sizes:
+            self._restrict(self.plan.sizes)
+            return None
         return self._add(
             Decision(
                 self.plan.plan_id + 1,

@@ -51,6 +51,10 @@ class ForwardSource(Protocol):
     def is_weighed(self, batch: StepSizes) -> bool:
         """Say whether a batch's loss was weighed before its backward pass."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a rank without samples makes no forward pass."""
+
 
 class _Weighed:
     """Stands for the autograd function of a synchronised batch norm, in the module that applies it.
@@ -75,7 +79,7 @@ class _Weighed:
         batch = None if source is None else source.forward_sizes()
         if source is None or batch is None or len(set(batch.sizes)) == 1:
             return apply(*given)
-        self._check(batch)
+        self._check(batch, leaves_out=source.leaves_out)
         size = batch.sizes[source.rank]
         if size == 0:
             # What it adds is 0 and has a gradient, so that the others are met in both passes.
@@ -86,8 +90,14 @@ class _Weighed:
         weighed: Tensor = _times(output, share, asked, batch)
         return weighed
 
-    def _check(self, batch: StepSizes) -> None:
+    def _check(self, batch: StepSizes, *, leaves_out: bool) -> None:
         """Raise a UsageError, on all ranks alike, for sizes with which ranks would not meet."""
+        if leaves_out and 0 in batch.sizes:
+            raise UsageError(
+                "a synchronised batch norm meets all ranks in each forward pass, and "
+                f"Balancer(min_batch=0) leaves ranks out of step {batch.step}, of sizes "
+                f"{list(batch.sizes)}: give min_batch=1 or more, or leave the norms unsynchronised"
+            )
         if batch.num_micro:
             raise UsageError(
                 "a synchronised batch norm meets all ranks in each forward pass, and with "

@@ -14,8 +14,8 @@ ranks with shares 2 and 1, one micro-batch each, at a target of 24::
     rank 0    20 12                    2 samples of 20: 40 of the 48 that it may take
     rank 1          12  8 ...          12 is 2 samples, 24 of 24; and four are left: too low
 
-Which micro-batch comes first on the way down is no matter of the target: the largest first, then
-exchanges of two while the longest rank gets shorter.
+In which order micro-batches take their samples is open: those with the largest parts come first,
+and then two are exchanged while the longest rank gets shorter.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MOST_COST = 2**31  # of a sample; bound: sums of all ranks fit an int64
 # The target is bisected to 0.2 %: a choice, as times of ranks are known no better.
 _NEAR = 2e-3
 _GROWTH = 1.3  # of a target that is too low
-# Micro-batches laid out in search of a better order, each some 2 us for every target tried: at most
-# 10 ms, on a thread of its own. Measured: twice as many gain less than 0.5 %.
-_LOOKED_AT = 128
+# Micro-batches laid out, for every target, in search of a better order. Measured with 8 unequal
+# ranks and 256 lengths: half as many leave steps 1.3 % longer, twice as many 0.2 % shorter.
+_LOOKED_AT = 256
 
 Costs = Sequence[int] | npt.NDArray[np.integer] | Tensor
 
@@ -139,7 +139,7 @@ class _Handout:
                 continue  # to its next micro-batch, whose samples are shorter
             # One sample at least, where a part of the share does not pay for it but the rest does.
             size = max(int(left[rank] / (num_slots * longest) + 1e-9), 1)
-            # And one is left for each rank that has none: the others would wait for it anyway.
+            # And one is left for each rank that has none: whoever has a share computes.
             size = min(size, self.caps[rank], num_left - (num_idle - is_idle[rank]))
             if size < 1:
                 continue

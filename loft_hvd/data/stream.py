@@ -43,6 +43,9 @@ class StreamPlanSource(PlanSource, Protocol):
     @property
     def transport(self) -> Transport: ...
 
+    @property
+    def min_batch(self) -> int: ...  # least samples of a rank; 0 where ranks may be left out
+
     def exclude(self) -> AbstractContextManager[None]:
         """Leave what runs inside out of all times."""
 
@@ -337,7 +340,7 @@ class StreamLoader(PlannedLoader):
                 "StreamLoader: batched=True takes no cost and no collate_fn, which are of samples; "
                 "give a source that yields samples"
             )
-        if not balancer.dummy_size(1):
+        if balancer.min_batch == 0:
             raise ArgumentError(
                 "StreamLoader: Balancer(min_batch=0) is for loft.DataLoader; a rank's stream goes "
                 "on only while it reads, so give min_batch=1 or more"

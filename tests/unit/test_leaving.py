@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
+from loft_hvd.balance import meetings
 from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.interval import COMPUTE
 from loft_hvd.balance.latency import Curves, StepModel
-from loft_hvd.balance.plan import Bounds, Sizes
+from loft_hvd.balance.plan import Bounds, Sizes, StepSizes
 from loft_hvd.balance.search import exact, with_none
-from loft_hvd.errors import ArgumentError
+from loft_hvd.errors import ArgumentError, UsageError
 from loft_hvd.transport import waits
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -287,6 +288,32 @@ def test_a_live_run_leaves_a_rank_out_and_takes_it_back() -> None:
     assert set(computed) == {0, 2}
     assert computed.count(2) <= len(out) / 10 + 1, "one trial an interval"
     assert re.search("rank 3 adds nothing: without it a step is (69|70)% shorter", ranks[0][2])
+
+
+def test_a_loop_with_a_loader_of_its_own_passes_over_too() -> None:
+    def work(transport: LocalTransport) -> float:
+        balancer = loft.Balancer(4, [4, 0], min_batch=0, transport=transport)
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.1), balancer=balancer, transport=transport
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            with balancer.step(balancer.local_batch_size):
+                if transport.rank == 0:
+                    (weight * 2.0).sum().backward()
+                optimizer.step()
+        return float(weight.detach())
+
+    assert run_ranks(2, work) == [pytest.approx(-0.6)] * 2
+
+
+def test_a_synchronised_batch_norm_is_refused_by_name() -> None:
+    norm = meetings._Weighed(None, takes_none=True)
+    norm._check(StepSizes(0, 7, (5, 3)), leaves_out=True)
+    norm._check(StepSizes(0, 7, (8, 0)), leaves_out=False)
+    with pytest.raises(UsageError, match=r"min_batch=0\) leaves ranks out of step 7"):
+        norm._check(StepSizes(0, 7, (8, 0)), leaves_out=True)
 
 
 def test_what_cannot_leave_a_rank_out_says_so() -> None:
