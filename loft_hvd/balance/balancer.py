@@ -89,7 +89,7 @@ class Balancer(NeverCopied):
         interval: optimizer steps between two exchanges, >= 1, and >= 3 with an adaptive policy;
             None takes 20 at first, then at least 20 and as many as take 30 seconds.
         dead_band: what a change costs, as a share of one interval: "loft" changes sizes once
-            waiting has surely lost as much. A gain of 3 % is taken at once, one of 0.5 % after six
+            waiting should have lost as much. A gain of 1 % is taken at once, one of 0.5 % after two
             intervals.
         log_dir: folder in which rank 0 writes the run log (``loft-hvd report`` reads it); None
             takes ``LOFT_HVD_LOG_DIR``, and without it there is none.

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # A rank is slow when its own work takes a tenth more than the median of the others', when the
-# difference is 3 % of a step (as much as the dead band asks of a change: less is not worth words),
+# difference is 3 % of a step (less is not worth words),
 # and when it is three of its standard errors: chance makes one in 700.
 _SLOW_RATIO, _SLOW_SHARE, _SLOW_ERRORS = 1.10, 0.03, 3.0
 # What is beside a rank's own work (its queue for a core, and the script between steps) makes it

@@ -216,15 +216,16 @@ class Fitter:
         if not past.rows:
             return None
         rows: Floats = np.stack(past.rows)  # [num_rows, world_size, len(COLUMNS)]
-        valid: Bools = np.stack(past.valid)  # [num_rows, world_size], as the weights
+        valid = np.stack(past.valid)  # [num_rows, world_size], as the weights
         weights = np.where(valid, _FADE ** np.arange(len(valid))[::-1, None], 0.0)
         fetch, compute = past.fetch.foretell(), past.compute.foretell()
+        is_poor: Bools = ~np.any(valid, axis=0)
         skew = _skew(rows[..., SKEW], weights)
         return Fit(
             model=self._model(rows, weights, valid, fetch, compute),
             fetch=fetch,
             compute=compute,
-            is_poor=np.asarray(~valid.any(axis=0)),
+            is_poor=is_poor,
             unclear=self._unclear(rows, weights, fetch, compute),
             fetch_spread=_spread(rows, weights, (FETCH, FETCH_ERROR), skew),
             compute_spread=_spread(rows, weights, (COMPUTE, COMPUTE_ERROR), skew),
@@ -237,7 +238,7 @@ class Fitter:
         # Counts stay true when a rank's speed changes.
         share, hits = _fit_hits(rows[..., SIZE], rows[..., LOCAL], valid.astype(np.float64))
         fixed, slope = compute.terms.T
-        fetched, stalled, computed = (rows[..., column] for column in (FETCH, STALL, COMPUTE))
+        fetch_s, stall_s, compute_s = (rows[..., column] for column in (FETCH, STALL, COMPUTE))
         return StepModel(
             **dict(zip(_FETCH_TERMS, fetch.terms.T, strict=True)),
             hit_share=share,
@@ -245,7 +246,7 @@ class Fitter:
             compute_fixed_s=fixed,
             compute_s=slope,
             plateau_s=np.zeros_like(fixed),
-            overlap=_fit_overlap(fetched, stalled, computed, weights),
+            overlap=_fit_overlap(fetch_s, stall_s, compute_s, weights),
             source=self.source,
             pass_size=self.pass_size,
         )

@@ -60,8 +60,7 @@ _MARGIN = 0.02  # of the step, beside its error
 _UNEXPLAINED = 0.10  # of the step that no rank says it was busy for: then somebody's word is wrong
 # Ranks and sources up to which ``explain`` proves how good sizes are: it takes 0.05 s a source.
 _MOST_BOUNDED = 64, 4
-# Ranks that ``explain`` names whose budget is worth enlarging, and what it must save of a step: as
-# much as the dead band asks of a change.
+# Ranks that ``explain`` names whose budget is worth enlarging, and what it must save of a step.
 _MOST_BUDGETS, _WORTH_A_BUDGET = 3, 0.03
 
 _PerRank = Annotated[list[Count], Shape("world_size")]
@@ -154,7 +153,7 @@ class Loft(Policy):
 
     Args:
         dead_band: the price of a change, as a share of the step over an interval: a change is made
-            once waiting has surely cost as much. 0 takes any gain that is sure.
+            once waiting should have cost as much. 0 takes any gain of 0.3 %.
         solver: "grid" (LOFT's adaptive grid search) or "exact" (bisection).
         source: number of the shared source each rank fetches from, -1 for none, [world_size];
             None takes what a loader's ``Placement`` says.

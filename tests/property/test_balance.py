@@ -27,7 +27,7 @@ from loft_hvd.simulate.scenario import Event, RankTraits, Scenario, read_scenari
 from loft_hvd.simulate.simulation import PolicyRun, simulate
 from tests.support.clusters import OVERLAPS, drive, measure, observe, random_model
 from tests.support.marks import long_first
-from tests.support.scenarios import hiccup_scenario, wide_scenario
+from tests.support.scenarios import hiccup_scenario, rough_scenario, wide_scenario
 from tests.support.slowness import slowness
 
 SHIPPED = {
@@ -96,6 +96,15 @@ def test_loft_is_near_the_best_policy_in_random_scenarios(first: int) -> None:
         best = min(run.mean_s for run in results.runs if run.name != "oracle")
         above = results.run("loft").mean_s / best - 1
         assert above <= 0.02, f"seed {seed}: {above:.1%} above the best policy"
+
+
+@pytest.mark.parametrize("seed", long_first(range(40), 2))
+def test_loft_is_never_behind_a_one_line_rule_on_hosts_that_others_use(seed: int) -> None:
+    results = simulate(rough_scenario(seed))
+    best = min(run.mean_s for run in results.runs if run.name != "oracle")
+    above = results.run("loft").mean_s / best - 1
+    sys.stdout.write(f"seed {seed}: {above:+.2%} above the best policy\n")
+    assert above <= 0.01
 
 
 def least_by_enumeration(tables: list[Table], total: int) -> float:

@@ -32,9 +32,8 @@ def densities(contest: Contest, size: float, seconds: float, noise: float) -> Fl
     mean = contest.states[:, 0] @ shown
     variance = np.einsum("kij,i,j->k", contest.covariance[:, 0], shown, shown)
     variance += (noise * seconds) ** 2 + (0.01 * seconds) ** 2
-    density: Floats = np.exp(-0.5 * (seconds - mean) ** 2 / variance) / np.sqrt(
-        2 * np.pi * variance
-    )
+    unit = np.exp(-0.5 * (seconds - mean) ** 2 / variance)
+    density: Floats = unit / np.sqrt(2 * np.pi * variance)
     return density
 
 
@@ -47,8 +46,8 @@ def course(kind: str, rng: np.random.Generator) -> Floats:
         "jumps": np.exp(np.cumsum(np.where(rng.random(200) < 0.05, rng.normal(0, 0.7, 200), 0))),
         "walk": np.exp(np.cumsum(rng.normal(0, 0.05, 200))),
     }[kind]
-    times: Floats = 0.2 * level * rng.normal(1.0, 0.01, 200)
-    return times
+    seconds: Floats = 0.2 * level * rng.normal(1.0, 0.01, 200)
+    return seconds
 
 
 @pytest.mark.parametrize("kind", ["steady", "wave", "jumps", "walk"])
