@@ -266,7 +266,7 @@ _QUICK = ("mean", "trimmed mean", "averages", "hook, mean")
     ("case", "num_steps"),
     [
         *((case, 200) for case in _QUICK),
-        *(pytest.param(case, 600, marks=pytest.mark.long) for case in CASES),
+        *(pytest.param(case, 400, marks=pytest.mark.long) for case in CASES),
     ],
 )
 def test_ranks_measure_the_noise_of_what_they_train(case: str, num_steps: int) -> None:
