@@ -65,7 +65,6 @@ class _LoggedFit:
     shared_s: float
     compute_fixed_s: float
     compute_s: float
-    knee: float
     overlap: float
     is_poor: bool
     unclear: list[str]
@@ -295,7 +294,6 @@ def _model(
     times = [run.times[fit.rank] for fit in fits]
     return DeviceModel(
         **terms,
-        knee=statistics.median(fit.knee for fit in fits),
         overlap=statistics.median(fit.overlap for fit in fits),
         noise=min(statistics.median(map(_noise, times)), 1.0),
         skew=_skew(times),

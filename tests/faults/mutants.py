@@ -215,8 +215,8 @@ MUTANTS = (
     Mutant(
         "errors that both sides of a gain share cancel",
         "balance/fit.py",
-        "slope = before - after",
-        "slope = before + after",
+        "np.square(before - after)",
+        "np.square(before + after)",
         ("unit/test_fit.py", "unit/test_loft.py"),
     ),
     Mutant(

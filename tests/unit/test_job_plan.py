@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
@@ -15,17 +14,25 @@ from loft_hvd.simulate.simulation import simulate
 from tests.support.fleets import random_layout
 
 
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(each, marks=pytest.mark.whole) for each in range(8, 200, 8))]
-)
-def test_predicted_steps_are_those_of_the_simulator(first: int) -> None:
-    ratios = []
-    for seed in range(first, first + 8):
-        fleet, job, layout = random_layout(seed)
-        found = predict(fleet, job, layout)
-        run = simulate(scenario_of(fleet, job, found)).run("loft")
-        ratios.append(run.settled_s / found.step_s)
-    assert np.mean(np.abs(np.array(ratios) - 1.0) <= 0.1) >= 0.95, f"seeds from {first}: {ratios}"
+def _is_near(seed: int) -> bool:
+    """Say whether a random plan's step is within 10 % of what the simulator takes."""
+    fleet, job, layout = random_layout(seed)
+    found = predict(fleet, job, layout)
+    run = simulate(scenario_of(fleet, job, found)).run("loft")
+    return abs(run.settled_s / found.step_s - 1.0) <= 0.1
+
+
+def test_predicted_steps_are_those_of_the_simulator() -> None:
+    apart = [seed for seed in range(8) if not _is_near(seed)]
+    assert len(apart) <= 1, f"seeds {apart} are more than 10 % apart"
+
+
+@pytest.mark.long
+@pytest.mark.whole
+@pytest.mark.timeout(1800)
+def test_of_200_random_plans_at_most_one_in_20_is_apart() -> None:
+    apart = [seed for seed in range(200) if not _is_near(seed)]
+    assert len(apart) <= 10, f"seeds {apart} are more than 10 % apart"
 
 
 HOSTS = [

@@ -64,7 +64,7 @@ def test_models_are_those_of_the_devices(tmp_path: Path, log: str) -> None:
     text = origins["A"].text
     assert text.startswith("measured 3 days ago on ranks 0, ")
     assert "batches in the newest interval of loft-x.jsonl" in text
-    assert origins["A"].error == pytest.approx(0.0, abs=0.01)
+    assert origins["A"].error == pytest.approx(0.0, abs=0.05)
     found = predict(FLEET, job, layout_of(FLEET, job, read_log(job.logs[0]))[0])
     assert found.sizes == (48, 16)
     assert found.longest_s == pytest.approx(0.48, rel=0.02)
