@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -80,6 +80,18 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+def no_sync(model: torch.nn.Module, is_held_back: bool) -> AbstractContextManager[None]:
+    """Hold gradients back as torch's documentation does."""
+    return model.no_sync() if is_held_back else nullcontext()  # type: ignore[operator]
+
+
+@contextmanager
+def by_hand(model: torch.nn.Module, is_held_back: bool) -> Iterator[None]:
+    """Hold gradients back by DDP's flag, as nanoGPT and others do: it stays as it was set."""
+    model.require_backward_grad_sync = not is_held_back  # type: ignore[assignment]
+    yield
+
+
 def train(
     model: torch.nn.Module,
     balancer: loft.Balancer,
@@ -88,6 +100,7 @@ def train(
     num_passes: int = 1,
     own_loader: bool = False,
     is_ahead: bool = False,
+    holds_back: Callable[[torch.nn.Module, bool], AbstractContextManager[None]] = no_sync,
 ) -> None:
     """Train for some steps; with ``num_passes`` all passes of a step but the last hold back.
 
@@ -100,8 +113,9 @@ def train(
         optimizer.zero_grad()
         for at in range(num_passes):
             x, y = following or next(source)
-            is_held_back = at + 1 < num_passes and isinstance(model, DistributedDataParallel)
-            with model.no_sync() if is_held_back else nullcontext():  # type: ignore[operator]
+            is_held_back = at + 1 < num_passes
+            is_ddp = isinstance(model, DistributedDataParallel)
+            with holds_back(model, is_held_back) if is_ddp else nullcontext():
                 loss = torch.nn.functional.mse_loss(model(x), y)
                 following = next(source) if is_ahead else None
                 loss.backward()
@@ -117,6 +131,7 @@ def check_equal(
     num_passes: int = 1,
     own_loader: bool = False,
     is_ahead: bool = False,
+    holds_back: Callable[[torch.nn.Module, bool], AbstractContextManager[None]] = no_sync,
 ) -> None:
     sizes = SIZES[: dist.get_world_size()]
     alone = make()
@@ -132,6 +147,7 @@ def check_equal(
         num_passes=num_passes,
         own_loader=own_loader,
         is_ahead=is_ahead,
+        holds_back=holds_back,
     )
     apart = max_difference(alone, model.module)
     assert apart <= 1e-5, f"{what}: {apart:g} from training alone"
@@ -146,6 +162,7 @@ def modes(_: int) -> None:
     check_equal("ahead", make_model, {}, is_ahead=True)
     check_equal("no_sync, ahead", make_model, {}, num_passes=2, is_ahead=True)
     check_equal("no_sync, torch's loader", make_model, {}, num_passes=3, own_loader=True)
+    check_equal("held back by hand", make_model, {}, num_passes=3, holds_back=by_hand)
     views = {"gradient_as_bucket_view": True}
     check_equal("no_sync, gradients in buckets", make_model, views, num_passes=2)
     unused = {"find_unused_parameters": True}
