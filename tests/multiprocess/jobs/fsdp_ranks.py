@@ -386,11 +386,11 @@ def watched(world_size: int) -> None:
     model = shard(make_mlp())  # ranks draw from different data: nobody is named for a distance
     hook = loft.fsdp_hook(model, loft.TrimmedMean(1))
 
-    def shifted(step: int) -> Batch:
-        x, y = own_batch(step, sizes, rank)
-        return x, y + 5 * rank
+    def of_a_kind(step: int) -> Batch:
+        x, y = own_batch(0, sizes, rank)
+        return x + 0.1 * own_batch(step, sizes, rank)[0], y
 
-    train(model, shifted, num_steps=NUM_STEPS + 1)
+    train(model, of_a_kind, num_steps=NUM_STEPS + 1)
     assert "ranks draw from different data" in hook.report().limits, hook.report()
     model = shard(make_mlp())
     hook = loft.fsdp_hook(model)
