@@ -262,7 +262,10 @@ def _refine_grid(total: _Total, under: float, over: float, wanted: float) -> tup
             return under, under
         if reached[first] == wanted:
             return float(points[first]), float(points[first])
-        under, over = float(points[first - 1]), float(points[first])
+        nearer = float(points[first - 1]), float(points[first])
+        if nearer == (under, over):  # no number lies between them
+            break
+        under, over = nearer
     return under, over
 
 

@@ -192,6 +192,12 @@ def test_a_plateau_is_filled_evenly(solve: Solver) -> None:
     assert solve(model, 42, Bounds.of(4, cap=64)) == (11, 11, 10, 10)
 
 
+@solvers
+def test_ranks_that_take_no_time_share_equally(solve: Solver) -> None:
+    """The targets close in on 0, where one number follows another."""
+    assert solve(StepModel.build(3), 24, Bounds.of(3, floor=1, cap=24)) == (8, 8, 8)
+
+
 def test_any_nondecreasing_functions_will_do() -> None:
     curves = tabulate(
         [lambda x: x**2 / 100, lambda x: float(x), lambda x: 3.0 + x // 4], low=1, high=40
