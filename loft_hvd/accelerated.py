@@ -29,6 +29,7 @@ from loft_hvd.codec import decode, encode
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.ddp import DDPHook, ddp_hook
+from loft_hvd.optimizer.options import check_each_step_has_a_batch
 from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
@@ -85,6 +86,8 @@ def accelerator_link(
     balancer = sizes if isinstance(sizes, Balancer) else None
     if balancer is None and sizes is not None:
         balancer = Balancer(sum(sizes), list(sizes))  # type: ignore[arg-type]  # no balancer
+    if balancer is not None:
+        check_each_step_has_a_batch(balancer, what="accelerator_link")
     make_hook = functools.partial(
         ddp_hook,
         rule,

@@ -31,6 +31,7 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.ddp import DDPHook, ddp_hook
+from loft_hvd.optimizer.options import check_each_step_has_a_batch
 from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
@@ -131,6 +132,7 @@ def trainer_callback(
         balancer = Balancer(int(trainer.args.per_device_train_batch_size) * world_size)
     else:
         balancer = Balancer(sum(sizes), list(sizes))
+    check_each_step_has_a_batch(balancer, what="trainer_callback")
     if balancer.splits:
         raise ArgumentError(
             "trainer_callback: with Balancer(micro_batches=True) ranks make different numbers of "

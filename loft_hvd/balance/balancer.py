@@ -550,6 +550,11 @@ class Balancer(NeverCopied):
                 "weigh: num_samples= is of a whole batch, and with Balancer(micro_batches=True) "
                 "ranks compute theirs in parts; drop samples before they are in the data set"
             )
+        if self.min_batch == 0:
+            raise UsageError(
+                "weigh: num_samples= is told to all ranks, and with Balancer(min_batch=0) one may "
+                "have no loss to weigh; give min_batch=1 or more"
+            )
         self.counts_samples = True
         planned = batch.planned or batch.sizes
         most = planned[self.rank]
@@ -704,16 +709,18 @@ class Balancer(NeverCopied):
         """
         if self.min_batch:
             return self.min_batch
-        return 0 if step % self._live.schedule.interval else MIN_BATCH  # steps have one batch each
+        # Steps have one batch each. In the first one of a run front ends learn of the model.
+        is_tried = step == self._batches.first_step or step % self._live.schedule.interval == 0
+        return MIN_BATCH if is_tried else 0
 
     @property
     def pass_caps(self) -> tuple[int | None, ...]:
         """Most samples of a backward pass of each rank, [world_size]; None for no limit."""
-        return self._live.limits.caps
+        return self.limits.caps
 
     def most_micro(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many micro-batches each rank's share may take where samples go by cost."""
-        return self._live.limits.most_micro(sizes)
+        return self.limits.most_micro(sizes)
 
     def push_sizes(self, step_sizes: StepSizes) -> None:
         """Queue the sizes of a batch that this rank will train on next, in order."""

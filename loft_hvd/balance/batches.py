@@ -194,6 +194,11 @@ class BatchQueue:
         self._num_ahead = self._told_ahead
         self._is_all_drawn = self._has_taken = False
 
+    @property
+    def first_step(self) -> int:
+        """Where the run goes on, counted over epochs."""
+        return self._first_step
+
     def restart(self, *, next_step: int = 0) -> None:
         """Forget all batches: a run goes on from elsewhere, at a step counted over epochs."""
         self.drop()

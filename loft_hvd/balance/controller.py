@@ -163,7 +163,7 @@ class Controller:
         self.policy = policy
         self.settle_steps, self.max_sizes = settle_steps, max_sizes
         sizes, why = self.policy.start(self.task), f"start: {self.policy.name}"
-        if first_sizes:
+        if first_sizes and sum(first_sizes) == global_batch_size:
             sizes, why = self._legal_first(first_sizes), f"{why}, from sizes that were given"
         self.history = [Decision(0, 0, sizes, why)]
         self.discarded: Counter[tuple[int, str]] = Counter()
@@ -271,7 +271,7 @@ class Controller:
         self, caps: Sequence[int | None], *, pass_caps: Sequence[int | None] | None
     ) -> None:
         """Take the most samples that ranks' memory holds by now, [world_size]; None: no limit."""
-        total, bounds = self.task.global_batch_size, self._bounds
+        total, bounds = self.policy.most or self.task.global_batch_size, self._bounds
         cap = np.array([total if each is None else min(each, total) for each in caps], np.int64)
         # What is in force has been computed.
         cap = np.maximum(cap, np.maximum(bounds.floor, self.plan.sizes))

@@ -395,6 +395,7 @@ class LivePlan:
         self._world = transport.can.world  # may be asked for once the engine has ended
         self._beside = IntervalWorker(log)
         self._own_controller = make_controller(options, limits)
+        self._min_ranks = 1  # that plans leave samples to
         self._exchange = TimesExchange(channel)
         self._archive = Archive()
         self._load = LoadMeter()
@@ -450,6 +451,7 @@ class LivePlan:
 
     def need_ranks(self, min_ranks: int) -> None:
         """Let plans leave samples to so many ranks at least."""
+        self._min_ranks = min_ranks
         if self._controller is not None and self._controller.leaving is not None:
             self._controller.leaving.min_ranks = min_ranks
 
@@ -851,6 +853,7 @@ class LivePlan:
         self.noise = saved.noise
         if learnt is None:
             self._own_controller = make_controller(self._options, self._limits)
+            self.need_ranks(self._min_ranks)
             self._recall()
         self.history = (
             saved.history if is_same else first_plans(self._options, self._limits, self._controller)

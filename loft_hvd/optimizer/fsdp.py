@@ -126,16 +126,24 @@ def fsdp_hook(
     Raises:
         ArgumentTypeError: ``rule`` is not a rule, or the model is one of FSDP1's or DeepSpeed's.
         ArgumentError: the model is not sharded over all ranks, its replicas do not suit the rule,
-            the balancer plans micro-batches, or ``scope`` or ``quarantine`` does not suit the rule.
+            the balancer plans micro-batches, leaves ranks out or chooses the global batch, or
+            ``scope`` or ``quarantine`` does not suit the rule.
         AggregationError: the rule does not fit the number of ranks.
         MismatchError: ranks were given different options, or other models.
-        UsageError: ``torch.distributed`` is not initialised.
+        UsageError: ``torch.distributed`` is not initialised; in a backward pass, it was counted by
+            ``balancer.count``.
     """
     rule = Mean() if rule is None else rule
     if not isinstance(rule, Rule):
         raise ArgumentTypeError(
             f"fsdp_hook: rule={rule!r} is of type {type(rule).__name__}; pass one such as "
             "loft.TrimmedMean(f=1)"
+        )
+    if balancer is not None and (balancer.min_batch == 0 or balancer.is_auto):
+        raise ArgumentError(
+            "fsdp_hook: with Balancer(min_batch=0) a rank may make no forward pass, in which FSDP2 "
+            "gathers parameters, and Balancer('auto') goes by noise that is not measured here; "
+            "give min_batch=1 or more, and a fixed global batch"
         )
     if balancer is not None and balancer.splits:
         raise ArgumentError(
@@ -260,6 +268,7 @@ class FSDPHook(NeverCopied):
             channel,
             momentum=momentum,
             mask=self._mask,
+            takes_counts=False,  # results of a mean are out before all claims are known
         )
         parameters = [each for group in groups for each in group.parameters]
         self._parameters = {id(each) for each in parameters}

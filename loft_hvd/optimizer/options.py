@@ -42,6 +42,7 @@ __all__ = [
     "OptimizerOptions",
     "advised_momentum",
     "advised_scope",
+    "check_each_step_has_a_batch",
     "check_groups",
     "check_passes",
     "check_step",
@@ -216,6 +217,17 @@ def advised_scope(rules: Sequence[Rule], given: Scope | None) -> Scope:
     if given is not None:
         return given
     return "auto" if any(isinstance(rule, Robust) for rule in rules) else "shard"
+
+
+def check_each_step_has_a_batch(balancer: Balancer, *, what: str) -> None:
+    """Raise where a framework's loop could not go on: a rank has no batch, or batches grow."""
+    if balancer.min_batch == 0 or balancer.is_auto:
+        raise ArgumentError(
+            f"{what}: with Balancer(min_batch=0) a loader yields None to ranks that are left out, "
+            "and Balancer('auto') changes how many steps an epoch has and the learning rate, which "
+            "the framework's loop does not know of; give min_batch=1 or more and a fixed global "
+            "batch, or use loft.DistributedOptimizer or loft.ddp_hook in a loop of your own"
+        )
 
 
 def check_watching(

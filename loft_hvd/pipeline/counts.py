@@ -122,7 +122,8 @@ class StepCounts:
     def _take_unit(self, claims: Sequence[int]) -> None:
         # Any would do. The median keeps rows as long as gradients are, whatever one rank says, so
         # that 16 bits hold them.
-        self.unit = float(max(1, statistics.median_low(claims)))
+        counted = [claim for claim in claims if claim > 0]
+        self.unit = float(statistics.median_low(counted)) if counted else 1.0
 
     def send(self) -> None:
         """Tell the other ranks, once all passes of the step have begun; before its buckets."""

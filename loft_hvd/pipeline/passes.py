@@ -63,6 +63,10 @@ class StepSource(Protocol):
         """Say whether a batch's loss was weighed before its backward pass: n x_i / X."""
 
     @property
+    def min_ranks(self) -> int:
+        """Ranks that have samples in every step: as many as the rule needs."""
+
+    @property
     def max_count(self) -> int | None:
         """Most that is counted of one sample; None where nobody knows."""
 
@@ -93,6 +97,7 @@ class Passes:
         momentum: keeps this rank's averages, if ranks send such.
         mask: takes from a step's weights who is left out.
         predivide: what a mean divides by before ranks' rows are added up.
+        takes_counts: whether a pass may be counted (``Balancer.count``).
 
     Attributes:
         has_shares: gradients are weighed as they come (``weigh``), as passes add up in ``.grad``.
@@ -110,6 +115,7 @@ class Passes:
         momentum: WorkerMomentum | None = None,
         mask: Callable[[PassWeights], PassWeights] = _all_there,
         predivide: float = 1.0,
+        takes_counts: bool = True,
     ) -> None:
         self._source = source
         self._channel = channel
@@ -117,6 +123,8 @@ class Passes:
         self._momentum = momentum
         self._mask = mask
         self._predivide = predivide
+        self._takes_counts = takes_counts
+        self._is_passed_over = False  # the pass that begins is none: this rank has no samples
         self._has_warned = False  # of a step that ended with other passes than asked
         # Autograd has a thread for each device. Reentrant, as a signal handler of the script's may
         # compute gradients.
@@ -182,8 +190,17 @@ class Passes:
         """Take what the script has counted for the next part."""
         if self._source is not None and self._counts is not None:
             at, _ = self.parts[self._num_told]
+            count = self._source.take_count()
+            if count is not None and not self._takes_counts:
+                raise UsageError(
+                    "balancer.count(n) is not served under fsdp_hook, whose results are out before "
+                    "all ranks' counts are known; give fsdp_hook no balancer, and backward() "
+                    "loss_sum * world_size / total, where total is the dist.all_reduce of n"
+                )
+            if self._is_passed_over and self._counts.is_used:
+                count = Counted(0, 0.0, is_mean=False)
             self._counts.add(
-                self._source.take_count(),
+                count,
                 num_samples=self._sizes[at].sizes[self._channel.rank],
                 is_weighed=self._weighed[at],
             )
@@ -198,7 +215,9 @@ class Passes:
         """Begin, in place of a backward pass, the pass of a batch that has none of this rank's."""
         assert self._source is not None
         self._source.pass_over()
+        self._is_passed_over = True
         self.begin(0)
+        self._is_passed_over = False
 
     def join(self) -> None:
         """Let ranks learn what each other's averages weigh, in the first step of a world."""
@@ -430,7 +449,14 @@ class Passes:
 
     def _weighed_by(self, counts: StepCounts) -> PassWeights:
         """Return what ranks weigh by their claims."""
-        claims = counts.fair(self._num_samples())
+        samples = self._num_samples()
+        claims = counts.fair(samples)
+        assert self._source is not None
+        if samples and sum(claim > 0 for claim in claims) < self._source.min_ranks:
+            # Too few for the rule: who has samples and counts nothing is a row of zeros.
+            claims = tuple(
+                max(claim, 1) if size else 0 for claim, size in zip(claims, samples, strict=True)
+            )
         present = tuple(claim > 0 for claim in claims)
         scale = self._counted_scale(counts, is_mean=False)
         weights = PassWeights(capped_weights(claims), present, scale, counts=claims)
@@ -462,6 +488,10 @@ class Passes:
         """
         batches, rank, num_ranks = self.batches(), self._channel.rank, self._channel.world_size
         if not batches or not all(each.total for each in batches):
+            return None
+        if (
+            is_mean and self._counted is not None
+        ):  # rows are of tokens, and as long as they are many
             return None
         # How much of each pass's mean gradient a rank's sum has, [num_ranks][num_batches].
         shares = [

@@ -29,6 +29,7 @@ class Sizes(EqualBatches):
         self.most_samples = self.global_batch_size
 
     max_count: int | None = None
+    min_ranks: int = 1
 
     def take_step(self) -> StepSizes:
         return StepSizes(0, 0, self.passes.pop(0))

@@ -17,6 +17,7 @@ import loft_hvd as loft
 from loft_hvd.balance.plan import Counted
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.pipeline.counts import StepCounts
+from loft_hvd.pipeline.passes import Passes
 from loft_hvd.pipeline.weights import capped_weights
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -454,3 +455,53 @@ def test_large_counts_become_weights_that_kernels_take() -> None:
     assert weights[3] == 0 < weights[2]
     # 3 of 4 * 10**12 is above twice the mean of the three present ones, 8/3 of 10**12.
     assert math.isclose(weights[1] / weights[0], 8 / 3, rel_tol=1e-6)
+
+
+def test_who_counts_nothing_is_a_row_of_zeros_where_the_rule_needs_as_many() -> None:
+    grads = torch.randn(3, 5, generator=torch.Generator().manual_seed(3))
+
+    def work(end: LocalTransport) -> Tensor:
+        claim = (30, 0, 12)[end.rank]
+
+        class One(Sizes):
+            min_ranks = 3
+
+            def take_count(self) -> Counted:
+                return Counted(claim, float(claim), True)
+
+        planned: Any = One([(4, 4, 4)])
+        hook = loft.ddp_hook(loft.TrimmedMean(1), planned, transport=end)
+        parameter = torch.nn.Parameter(torch.zeros(5))
+        own = grads[end.rank] if claim else torch.full((5,), torch.nan)
+        return backward(hook, [[parameter]], {parameter: own})[parameter].clone()
+
+    rows = torch.stack([grads[0], torch.zeros(5), grads[2]])
+    for found in run_ranks(3, work):
+        torch.testing.assert_close(found, rows.median(dim=0).values, rtol=1e-6, atol=1e-6)
+
+
+def test_a_rank_that_is_passed_over_counts_nothing() -> None:
+    class Passed(Sizes):
+        counts: list[Counted | None]
+
+        def take_count(self) -> Counted | None:
+            return self.counts.pop(0)
+
+        def pass_over(self) -> None:
+            """Take part without a batch."""
+
+    planned: Any = Passed([(4,), (0,)])
+    planned.counts = [Counted(6, 6.0, True), None]
+    passes = Passes(planned, Channel(LocalWorld(1).transport(0), "passed"))
+    passes.begin(0)
+    passes.step_reduced()
+    passes.pass_over()
+    assert passes.row_scale(loft.Mean(), is_sum=False) == 0.0
+
+
+def test_counts_are_refused_where_results_are_out_before_claims_are_known() -> None:
+    planned: Any = Sizes([(4,)])
+    planned.take_count = lambda: Counted(6, 6.0, True)
+    channel = Channel(LocalWorld(1).transport(0), "sharded")
+    with pytest.raises(UsageError, match=r"not served under fsdp_hook.*loss_sum \* world_size"):
+        Passes(planned, channel, takes_counts=False).begin(0)

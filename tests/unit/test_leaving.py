@@ -21,6 +21,7 @@ from loft_hvd.balance.latency import Curves, StepModel
 from loft_hvd.balance.plan import Bounds, Sizes, StepSizes
 from loft_hvd.balance.search import exact, with_none
 from loft_hvd.errors import ArgumentError, UsageError
+from loft_hvd.optimizer.options import check_each_step_has_a_batch
 from loft_hvd.transport import waits
 from loft_hvd.transport.base import Channel
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
@@ -333,3 +334,37 @@ def test_what_cannot_leave_a_rank_out_says_so() -> None:
         loft.attach(sgd, balancer)
     with pytest.raises(ArgumentError, match=r"StreamLoader: Balancer\(min_batch=0\)"):
         loft.StreamLoader([], balancer)
+
+
+@pytest.mark.parametrize(
+    "given", [("auto", {"min_global": 8, "max_global": 64}), (8, {"min_batch": 0})]
+)
+def test_frameworks_whose_loops_need_a_batch_in_each_step_say_so(
+    given: tuple[Any, dict[str, Any]],
+) -> None:
+    total, options = given
+    balancer = loft.Balancer(total, transport=LocalWorld(1).transport(0), **options)
+    with pytest.raises(ArgumentError, match=r"fsdp_hook: .*min_batch=0.*a fixed global batch"):
+        loft.fsdp_hook(torch.nn.Linear(2, 2), None, balancer)
+    with pytest.raises(ArgumentError, match=r"trainer_callback: .*min_batch=0.*a fixed global"):
+        check_each_step_has_a_batch(balancer, what="trainer_callback")
+
+
+def test_losses_over_fewer_samples_than_planned_need_all_ranks() -> None:
+    balancer = loft.Balancer(8, min_batch=0, transport=LocalWorld(1).transport(0))
+    with pytest.raises(UsageError, match=r"one may have no loss to weigh; give min_batch=1"):
+        balancer._counted(StepSizes(0, 0, (8,)), 7)
+
+
+def test_a_run_that_goes_on_hands_out_a_batch_in_its_first_step() -> None:
+    balancer = loft.Balancer(8, min_batch=0, interval=20, transport=LocalWorld(1).transport(0))
+    state = balancer.state_dict()
+    assert [balancer.dummy_size(step) for step in (0, 19, 20, 57)] == [2, 0, 2, 0]
+    state["next_step"] = 57
+    balancer.load_state_dict(state)
+    assert [balancer.dummy_size(step) for step in (57, 58, 60)] == [2, 0, 2]
+
+
+def test_first_sizes_are_not_of_another_global_batch() -> None:
+    assert Controller(64, 2, first_sizes=(40, 24)).plan.sizes == (40, 24)
+    assert Controller(128, 2, first_sizes=(40, 24)).plan.sizes == (64, 64)
