@@ -236,7 +236,7 @@ _SCRIPTS = {
     ),
     "report.md": Script(
         around={
-            'loft.watch(model, log_dir="runs")  # on every rank, after DDP, fully_shard or '
+            'loft.watch(model, log_dir="runs")  # on every rank, behind fully_shard or '
             "torch.compile": (
                 "plain = torch.optim.SGD(model.parameters(), lr=0.1)\n",
                 "for at in range(0, 60, 20):\n"
