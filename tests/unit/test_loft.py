@@ -149,7 +149,8 @@ def test_what_is_promised_is_what_the_sizes_bring_that_come_into_force() -> None
 def test_the_intervals_that_a_change_is_said_to_be_away_are_those_it_takes() -> None:
     controller = Controller(2048, 2, Loft(dead_band=0.2))
     model = StepModel.build(2, compute_s=np.array([1.0, 1.1]) * 1e-3)
-    show(controller, model, 0)
+    for number in range(2):  # by the second one the gain is known
+        show(controller, model, number)
     told = re.search(
         r"other sizes should save \d\.\d% of the step; they are taken when .* the dead band of 20% "
         r"of an interval.* has cost \d\.\d%, so that is about (\d+) intervals away",
@@ -159,8 +160,8 @@ def test_the_intervals_that_a_change_is_said_to_be_away_are_those_it_takes() -> 
     number = 0
     while controller.plan.plan_id == 0:
         number += 1
-        show(controller, model, number)
-    assert number <= int(told[1]) <= 2 * number  # with more intervals more of the gain is seen
+        show(controller, model, 1 + number)
+    assert number <= int(told[1]) <= 1.5 * number  # with more intervals the gain is surer
 
 
 def test_times_that_cannot_be_used_are_the_reason_that_is_given() -> None:
