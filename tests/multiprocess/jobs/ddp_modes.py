@@ -82,13 +82,14 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def no_sync(model: torch.nn.Module, is_held_back: bool) -> AbstractContextManager[None]:
     """Hold gradients back as torch's documentation does."""
+    # torch's modules have no types of their methods: nor below.
     return model.no_sync() if is_held_back else nullcontext()  # type: ignore[operator]
 
 
 @contextmanager
 def by_hand(model: torch.nn.Module, is_held_back: bool) -> Iterator[None]:
     """Hold gradients back by DDP's flag, as nanoGPT and others do: it stays as it was set."""
-    model.require_backward_grad_sync = not is_held_back  # type: ignore[assignment]
+    model.require_backward_grad_sync = not is_held_back  # type: ignore[assignment]  # DDP's flag
     yield
 
 
@@ -363,7 +364,7 @@ class Counted(torch.nn.Module):
         self.num_passes += 1
         if self.training:
             self.scale *= 1.01
-        return self.inner(x) * self.scale  # type: ignore[no-any-return]
+        return self.inner(x) * self.scale  # type: ignore[no-any-return]  # a module's call
 
 
 def left_out(world_size: int) -> None:

@@ -59,7 +59,7 @@ class Transformer(torch.nn.Module):
         h = self.enter(x.view(-1, 4, 6))
         for block in self.blocks:
             h = block(h)
-        return self.leave(h.mean(dim=1))  # type: ignore[no-any-return]
+        return self.leave(h.mean(dim=1))  # type: ignore[no-any-return]  # a module's call
 
 
 def make_mlp() -> torch.nn.Sequential:
@@ -67,7 +67,7 @@ def make_mlp() -> torch.nn.Sequential:
     return torch.nn.Sequential(
         torch.nn.Linear(24, 37), torch.nn.Tanh(), torch.nn.Linear(37, 19), torch.nn.Tanh(),
         torch.nn.Linear(19, 2),
-    )  # fmt: skip
+    )  # fmt: skip  # the layers in a line
 
 
 def make_transformer() -> torch.nn.Module:
@@ -83,6 +83,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
 
 def shard(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
     """Shard a model: each of its blocks, and what is left."""
+    # A transformer's blocks, or a Sequential's layers.
     for block in model.blocks if isinstance(model, Transformer) else model:  # type: ignore[attr-defined]
         if any(True for _ in block.parameters()):
             fully_shard(block, **options)
@@ -285,6 +286,7 @@ def check_rule(
     for _ in range(3):  # memory is used again
         model.zero_grad()
         for step in range(num_passes):
+            # FSDP2 gives the module this method.
             model.set_requires_gradient_sync(step + 1 == num_passes)  # type: ignore[operator]
             x, y = batch_of(step)
             torch.nn.functional.mse_loss(model(x).float(), y).backward()
