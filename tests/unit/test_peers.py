@@ -26,6 +26,8 @@ import pyarrow as pa
 from pyarrow import flight
 
 from loft_hvd.errors import DataError
+from loft_hvd.store import peers as peers_module
+from loft_hvd.store.gate import Gate
 from loft_hvd.store.peers import (
     Address,
     Peers,
@@ -423,6 +425,26 @@ def test_a_notice_empties_a_shelf_once_and_a_repeated_one_changes_nothing(server
     for generation in (0, 1):
         assert list(client.do_get(flight.Ticket(sign_notice(KEY, 0, generation))))
     assert bytes(peers.fetch({0: [2]})[2].data) == value(3)
+
+
+def test_an_owner_that_hears_of_a_change_while_it_sends_is_asked_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = Shelf(NUM_SAMPLES, memory_bytes=1 << 20)
+    shelf.add(2, value(2))
+
+    def changed_meanwhile(shelf: Shelf, part: Any) -> Any:
+        found = list(_undamaged(shelf, part))
+        if shelf.empty(1):
+            shelf.add(2, value(3), generation=1)
+        return found
+
+    monkeypatch.setattr(peers_module, "_undamaged", changed_meanwhile)
+    with peers_module._FlightServer("grpc://127.0.0.1:0", shelf, Gate(), KEY, 0) as here:
+        peers = Peers([Address("127.0.0.1", here.port)], KEY, timeout_s=10.0)
+        assert peers.fetch({0: [2]}) == {}
+        assert bytes(peers.fetch({0: [2]})[2].data) == value(3)
+    assert not caplog.records
 
 
 def test_notices_of_strangers_and_of_others_are_refused(server: Server) -> None:
