@@ -18,7 +18,7 @@ JOB = "tests/multiprocess/jobs/culprits.py"
     "num_ranks",
     [
         2,
-        pytest.param(3, marks=[pytest.mark.long, pytest.mark.whole]),
+        pytest.param(3, marks=pytest.mark.whole),
         pytest.param(4, marks=pytest.mark.long),
     ],
 )

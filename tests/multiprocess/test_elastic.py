@@ -48,7 +48,7 @@ def run(folder: Path, what: str, **options: object) -> Finished:
         pytest.param(
             "kill:loft",
             r"rank \d \(process \d+ on \S+\) has ended without a word",
-            marks=[pytest.mark.long, pytest.mark.whole],
+            marks=pytest.mark.whole,
         ),
         ("freeze", r"rank \d \(process \d+ on \S+\) is frozen"),
         pytest.param(

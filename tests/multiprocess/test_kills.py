@@ -17,7 +17,7 @@ LOADED_S = 10.0  # more than on idle cores, for which the limit is
     [
         9,
         pytest.param(1, marks=pytest.mark.long),
-        pytest.param(6, marks=[pytest.mark.long, pytest.mark.whole]),
+        pytest.param(6, marks=pytest.mark.whole),
     ],
 )
 def test_killed_ranks_are_named_and_no_honest_one_is(seed: int) -> None:

@@ -37,7 +37,7 @@ def test_without_process_sets_the_error_says_how() -> None:
     ("num_steps", "attacked"),
     [
         (150, 2),
-        pytest.param(1000, 2, marks=[pytest.mark.long, pytest.mark.whole]),
+        pytest.param(1000, 2, marks=pytest.mark.whole),
         pytest.param(1000, None, marks=pytest.mark.long),
     ],
 )

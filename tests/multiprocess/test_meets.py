@@ -11,7 +11,7 @@ from tests.support.launch import launch
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
 JOB = "tests/multiprocess/jobs/meets.py"
-long, whole = pytest.mark.long, [pytest.mark.long, pytest.mark.whole]
+long, whole = pytest.mark.long, pytest.mark.whole
 
 
 # "some": each layer and loss under each front end, with one of the splits; "whole": with each.

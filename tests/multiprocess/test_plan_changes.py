@@ -22,7 +22,7 @@ SAMPLER = ["0::s", "2:2:s", "4:4:s"]
     [
         (QUICK, 3),
         pytest.param(SOME, 3, marks=pytest.mark.long),
-        pytest.param(REST, 3, marks=[pytest.mark.long, pytest.mark.whole]),
+        pytest.param(REST, 3, marks=pytest.mark.whole),
         pytest.param(SAMPLER, 2, marks=pytest.mark.long),
     ],
 )

@@ -30,8 +30,8 @@ def held(folder: Path, num_ranks: int) -> dict[int, list[int]]:
     "kill_at",
     [
         9,
-        pytest.param(2, marks=[pytest.mark.long, pytest.mark.whole]),
-        pytest.param(16, marks=[pytest.mark.long, pytest.mark.whole]),
+        pytest.param(2, marks=pytest.mark.whole),
+        pytest.param(16, marks=pytest.mark.whole),
     ],
 )
 def test_every_sample_is_computed_once_in_an_epoch_begun_by_4_ranks_and_ended_by_3(

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
 RANKS = "tests/multiprocess/ranks"
 CONFORM = f"{RANKS}/test_conformance.py"
-long, whole = pytest.mark.long, [pytest.mark.long, pytest.mark.whole]
+long, whole = pytest.mark.long, pytest.mark.whole
 
 
 @pytest.mark.parametrize(

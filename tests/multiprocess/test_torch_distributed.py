@@ -14,7 +14,7 @@ JOB = "tests/multiprocess/jobs/torch_ranks.py"
 long = pytest.mark.long
 
 
-whole = [pytest.mark.long, pytest.mark.whole]
+whole = pytest.mark.whole
 
 
 @pytest.mark.parametrize(

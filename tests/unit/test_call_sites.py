@@ -203,7 +203,7 @@ sys.setswitchinterval(1e-5)
 gc.collect()
 gc.set_threshold(8)
 threading.Thread(target=look, daemon=True).start()
-for _ in range(200):
+for _ in range(60):
     num_gone = 0
     gc.disable()
     made = [Garbage() for _ in range(10)]

@@ -111,11 +111,11 @@ BOTH = pytest.mark.parametrize("train", [with_optimizer, with_hook])
 def test_ranks_have_one_model_whatever_rows_have_lost(
     rule: Rule, scope: Any, loss: float, train: Any
 ) -> None:
-    lossy = trained(train, 20, loss, rule=rule, scope=scope)
-    again = trained(train, 20, loss, rule=rule, scope=scope)
+    lossy = trained(train, 8, loss, rule=rule, scope=scope)
+    again = trained(train, 8, loss, rule=rule, scope=scope)
     assert torch.equal(lossy, again), "the same blocks are lost every time"
-    whole = trained(train, 20, 0.0, rule=rule, scope=scope)
-    assert 0 < (lossy - whole).abs().max() < 2.0  # of 20 steps of 0.1 by gradients of length 1
+    whole = trained(train, 8, 0.0, rule=rule, scope=scope)
+    assert 0 < (lossy - whole).abs().max() < 0.8  # of 8 steps of 0.1 by gradients of length 1
 
 
 @BOTH
