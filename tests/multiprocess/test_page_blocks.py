@@ -56,12 +56,8 @@ class Script:
 
 
 _TRAINED = "assert total(sum(len(y) for x, y in loader)) == 600\n"
-_SCENARIO = """
-from pathlib import Path
-Path("scenario.toml").write_text(
-    'name = "small"\\nworld_size = 2\\nglobal_batch_size = 32\\nsteps = 60\\n[ranks]\\n'
-)
-"""
+_TOML = next(block for block in blocks_of(read_page("simulate.md")) if block.kind == "toml")
+_SCENARIO = f"from pathlib import Path\nPath('scenario.toml').write_text({_TOML.text!r})\n"
 _SCRIPTS = {
     "global-batch.md": Script(
         num_ranks=4,
@@ -278,7 +274,10 @@ _SCRIPTS = {
         around={
             "from loft_hvd.simulate.simulation import rows, run_file": (
                 _SCENARIO,
-                "assert results.to_dict()['policies'].keys() >= {'loft', 'oracle'}\n",
+                "named = results.to_dict()['policies']\n"
+                "mean_s = {name: named[name]['mean_step_s'] for name in named}\n"
+                "assert mean_s['loft'] < 0.7 * mean_s['uniform']\n"
+                "assert mean_s['oracle'] < mean_s['loft'] < mean_s['[96, 96, 32, 32]']\n",
             ),
         },
     ),
@@ -319,6 +318,7 @@ _ELSEWHERE = {
             "test_page_blocks.py::test_two_levels_train"
         ),
     },
+    "simulate.md": {"# scenario.toml": "test_page_blocks.py::test_the_python_of_pages_runs"},
     "trainer.md": {
         "import torch": "test_frameworks.py::test_the_scripts_of_the_page_train",
     },
