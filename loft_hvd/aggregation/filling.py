@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loft_hvd.aggregation.compute import fill_rows
 from loft_hvd.aggregation.inputs import counting_rows
-from loft_hvd.aggregation.reference import filling_rule
+from loft_hvd.aggregation.reference import filling_rule, filling_weights
 from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.errors import AggregationError
 
@@ -63,9 +63,10 @@ def fill_holes(
     """Fill the holes of rows that count, in place.
 
     All holes of a block are filled alike: under a median with the median of the rows that came,
-    under a mean with the mean by weight of those that came by the wire, else with their trimmed
-    mean. So with 2f + 1 rows of a block, of which f may hold anything, the filled values lie in the
-    range of the others; and nobody who holds blocks back has more to say than who does not.
+    under a mean with the mean of those that came by the wire, by ``filling_weights``, else with
+    their trimmed mean. So with 2f + 1 rows of a block, of which f may hold anything, the filled
+    values lie in the range of the others; and nobody who holds blocks back has more to say than who
+    does not.
 
     Args:
         rows: on a CPU, [num_rows, numel], or one by one, each contiguous; of one dtype.
@@ -90,13 +91,16 @@ def fill_holes(
         return
     missing = holes.missing if len(chosen) == num_rows else holes.missing[chosen]
     least = 1 if is_mean else rule.min_rows
+    by = None
+    if is_mean and weights is not None:
+        by = filling_weights(tuple(int(weights[row]) for row in chosen))
     short = fill_rows(
         [each[row] for row in chosen],
         missing,
         filling_rule(rule),
         block_numel=holes.block_numel,
         least=least,
-        weights=[weights[row] for row in chosen] if is_mean and weights is not None else None,
+        weights=by,
     )
     if short is not None:
         num_missing = int(torch.count_nonzero(missing[:, short]))

@@ -46,13 +46,16 @@ from loft_hvd.aggregation.rules import (
     TrimmedMean,
 )
 
-__all__ = ["Kept", "apply", "filled", "filling_rule", "reference", "window"]
+__all__ = ["Kept", "apply", "filled", "filling_rule", "filling_weights", "reference", "window"]
 
 Array = npt.NDArray[Any]
 RankedRows: TypeAlias = "list[Tensor]"  # [numel] each, one a rank
 
 # No sum of 2**10 rows with weights that add up to less than 2**30, scaled by this, overflows.
 _SCALE = 2.0**-64
+# Steps towards the weights by which holes are filled, u_i <- w_i / (1 - u_i), and what they add up
+# to. A row that dominates leaves the others a thousandth, so that these keep their ratios.
+_FILLING_STEPS, _FILLING_UNITS, _FILLING_LEAST = 100, 2**20, 2.0**-10
 
 
 class Kept(NamedTuple):
@@ -252,6 +255,30 @@ def filling_rule(rule: Rule) -> Rule:
     return inner if isinstance(inner, Median) else Median()
 
 
+@functools.lru_cache(maxsize=64)
+def filling_weights(weights: tuple[int, ...]) -> tuple[int, ...]:
+    """Return by what weights rows fill each other's holes under a mean, so that each keeps its own.
+
+    Where row j is missing, the others count for its weight w_j by their shares u_i / (U - u_j),
+    with U the sum of u. If rows are missing equally seldom, row i so gains what it loses when
+    w_i = sum over j != i of w_j u_i / (U - u_j). That holds for u_i (U - u_i) = c w_i, whatever c.
+    There is such a u unless a row weighs more than half of all; then that row's u dominates.
+
+    Args:
+        weights: > 0, of the rows that travel.
+
+    Returns:
+        Whole numbers, equal ones for equal weights.
+    """
+    by = np.array(weights, np.float64)
+    shares = by / by.sum()
+    for _ in range(_FILLING_STEPS):
+        shares = by / np.maximum(1.0 - shares, _FILLING_LEAST)
+        shares = shares / shares.sum()
+    whole = np.maximum(np.rint(shares * _FILLING_UNITS), 1.0)
+    return tuple(int(each) for each in whole)
+
+
 def filled(
     gradients: npt.ArrayLike,
     missing: npt.ArrayLike,
@@ -285,7 +312,9 @@ def filled(
         by = None
         if isinstance(rule, Mean):
             came[own] = False
-            by = counts[came].tolist()
+            travel = np.flatnonzero((counts > 0) & (np.arange(world_size) != own))
+            fills = dict(zip(travel, filling_weights(tuple(counts[travel].tolist())), strict=True))
+            by = [fills[row] for row in np.flatnonzero(came)]
         if holes.any():
             part, law = values[came, span], filling_rule(rule)
             values[holes, span] = reference(part, law, weights=by, precision=precision)

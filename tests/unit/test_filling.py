@@ -13,7 +13,7 @@ import loft_hvd as loft
 from loft_hvd._native import extension
 from loft_hvd.aggregation import compute
 from loft_hvd.aggregation.filling import Holes, fill_holes
-from loft_hvd.aggregation.reference import filling_rule
+from loft_hvd.aggregation.reference import filling_rule, filling_weights
 from loft_hvd.aggregation.rule_text import parse_rule
 from loft_hvd.aggregation.rules import Rule
 from loft_hvd.errors import AggregationError
@@ -70,6 +70,60 @@ def test_holes_under_a_mean_are_filled_by_weight(
     wanted = expected_filled(rows, holes, loft.Mean(), own=own, weights=by)
     actual = filled_by_us(rows, holes, loft.Mean(), own=own, weights=by)
     assert_same_bits(actual.view(-1), wanted.view(-1))
+
+
+def mean_weights(weights: list[int], loss: float, *, own: int = 0) -> Tensor:
+    """Return what rows weigh in a mean on average, exact ones 1, where so large a share is lost.
+
+    Of all patterns of holes each is a block of one value; at least one row travelled there.
+    """
+    num_rows = len(weights)
+    patterns = torch.arange(1 << num_rows)
+    missing = torch.stack([patterns >> row & 1 for row in range(num_rows)])
+    travelled = [row for row in range(num_rows) if row != own]
+    missing = missing[:, (missing[own] == 0) & (missing[travelled].sum(0) < num_rows - 1)]
+    lost = missing[travelled].double()
+    chance = (loss**lost * (1 - loss) ** (1 - lost)).prod(0)
+    found = []
+    for row in range(num_rows):
+        rows = torch.zeros(missing.shape, dtype=torch.float64)
+        rows[row] = 1.0
+        holes = Holes(missing.to(torch.uint8).contiguous(), 1)
+        fill_holes(rows, holes, loft.Mean(), own=own, weights=weights)
+        aggregate = loft.mean(rows, weights=weights)
+        found.append((aggregate * chance).sum() / chance.sum())
+    return torch.stack(found) * sum(weights) / torch.tensor(weights)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [7, 7, 5, 5, 5],
+        [96, 96, 96, 48, 48],
+        [64, 64, 64, 32, 32, 64],
+        [7, 100, 50, 50, 40, 10, 6],
+        [1, 5, 1, 1, 1, 1, 1, 1],
+        [90, 1, 2, 3, 4, 5, 6, 7],
+    ],
+)
+@pytest.mark.usefixtures("both_paths")
+def test_under_a_mean_rows_that_lose_alike_keep_their_weights(weights: list[int]) -> None:
+    assert (mean_weights(weights, 0.1) - 1).abs().max() < 1e-2
+    assert (mean_weights(weights, 0.01) - 1).abs().max() < 1.5e-4
+
+
+@pytest.mark.parametrize("weights", [(1,), (5, 5), (3, 2, 2), (100, 50, 50, 40, 10, 6), (2,) * 9])
+def test_a_row_gains_by_others_holes_what_it_loses_by_its_own(weights: tuple[int, ...]) -> None:
+    by = np.array(filling_weights(weights), float)
+    gains = by * (by.sum() - by) if len(weights) > 1 else by
+    np.testing.assert_allclose(gains / gains.sum(), np.array(weights) / sum(weights), rtol=1e-4)
+
+
+@pytest.mark.parametrize("weights", [(4, 2, 1), (100, 1), (1, 3, 1)])
+def test_a_row_of_more_than_half_of_the_weight_fills_nearly_alone(weights: tuple[int, ...]) -> None:
+    by = filling_weights(weights)
+    assert max(by) > 0.95 * sum(by)
+    assert min(by) > 0
 
 
 @pytest.mark.parametrize("numel", [0, 1, 31, 320, 321, 5000])
