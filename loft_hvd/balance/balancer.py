@@ -514,8 +514,8 @@ class Balancer(NeverCopied):
         The step's gradient is then that of the mean over all that ranks have counted in it, however
         much that was on each. Ranks exchange their counts with the first bucket. So call it before
         each backward pass of a training, on every rank, or for none; with 0 where nothing counts.
-        ``DistributedOptimizer``, ``attach`` and ``ddp_hook`` ask for it; where none of them reduces
-        gradients, ``weigh`` the loss.
+        ``DistributedOptimizer``, ``attach``, ``ddp_hook`` and ``fsdp_hook`` ask for it; where none
+        of them reduces gradients, ``weigh`` the loss.
 
         What a rank counts is its own claim. It is cut at ``max_count`` a sample, where that was
         given. Under a mean it is taken as it is else; robust rules take no rank's for more than

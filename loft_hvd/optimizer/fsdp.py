@@ -130,8 +130,7 @@ def fsdp_hook(
             ``scope`` or ``quarantine`` does not suit the rule.
         AggregationError: the rule does not fit the number of ranks.
         MismatchError: ranks were given different options, or other models.
-        UsageError: ``torch.distributed`` is not initialised; in a backward pass, it was counted by
-            ``balancer.count``.
+        UsageError: ``torch.distributed`` is not initialised.
     """
     rule = Mean() if rule is None else rule
     if not isinstance(rule, Rule):
@@ -268,10 +267,9 @@ class FSDPHook(NeverCopied):
             channel,
             momentum=momentum,
             mask=self._mask,
-            takes_counts=False,  # results of a mean are out before all claims are known
         )
         parameters = [each for group in groups for each in group.parameters]
-        self._parameters = {id(each) for each in parameters}
+        self._parameters = {id(each): each for each in parameters}
         device = groups[0].device
         batches.compute_on(device)
         self._judgement = Judgement(
@@ -308,6 +306,8 @@ class FSDPHook(NeverCopied):
         self._is_reducing = False
         self._results: dict[int, Tensor] = {}  # each group's, by the parameter that it begins with
         self._shards: dict[int, Tensor] = {}  # the same by group, where no parameter is left out
+        # Parameters, and .grad of steps before, set aside in a backward pass.
+        self._earlier: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._scales = ScaleCheck(channel)
         tell_of_unscaling(self)
         for group in groups:
@@ -347,7 +347,7 @@ class FSDPHook(NeverCopied):
     ) -> None:
         """Compare the scale that a ``GradScaler`` takes off this model's gradients."""
         given = (id(each) for group in optimizer.param_groups for each in group["params"])
-        if not self._parameters.isdisjoint(given):
+        if not self._parameters.keys().isdisjoint(given):
             with self._told():
                 self._scales.use(scaler)
 
@@ -404,7 +404,7 @@ class FSDPHook(NeverCopied):
                 self._batches.gradient_arrived(blocked_s=0.0)
             if is_alone and not is_held_back:
                 self._begin_step()
-            if not self._passes.has_shares:
+            if not (is_alone or self._passes.has_shares):
                 return None
             newest = len(self._passes.parts) - 1
             return self._passes.weigh(newest, grad, is_mean=isinstance(self._rule, Mean))
@@ -412,6 +412,7 @@ class FSDPHook(NeverCopied):
     def _clear(self) -> None:
         self._results.clear()
         self._shards.clear()
+        self._earlier.clear()
 
     def _begin_pass(self) -> None:
         self._is_fresh = False
@@ -451,7 +452,7 @@ class FSDPHook(NeverCopied):
             self._batches.gradient_arrived(blocked_s=0.0)
             bucket = self._laid_out(group, given.numel(), given.dtype)
             begins = next(slot.parameter for slot in bucket.slots if slot.offset == 0)
-            if self._passes.weights().present[self._channel.rank]:
+            if self._passes.is_present:
                 self._judgement.sent(begins, given)
                 if self._spread is not None:
                     self._spread.sent(group.number, given)
@@ -460,16 +461,33 @@ class FSDPHook(NeverCopied):
                 self._shards[group.number] = result
             if self._is_torchs(group):
                 self._pack(group, bucket, given, given)
-                return theirs()
+                made = theirs()
+                self._multiply(result, 1.0)
+                return made
             sent = self._exchanges.memory_to_send(bucket)
             if sent is None or sent.data_ptr() == given.data_ptr():
                 sent = given
             weights = self._pack(group, bucket, given, sent)
             why = group.why_at_once(result, op) if self._judgement.is_model else ""
             self._exchanges.start(bucket, sent, result, weights, why_at_once=why)
-            if (factor := group.sum_factor(op, self._channel.world_size)) != 1.0:
-                result.mul_(factor)
+            self._multiply(result, group.sum_factor(op, self._channel.world_size))
             return None
+
+    def _multiply(self, result: Tensor, factor: float) -> None:
+        """Multiply a group's result; that of a mean also by what ranks count together."""
+        if isinstance(self._rule, Mean):  # their counts went out before the first group
+            factor *= self._passes.mean_factor
+        if factor != 1.0:
+            result.mul_(factor)
+
+    def _multiply_alone(self) -> None:
+        """Do the same on a rank that is alone: FSDP2 asks it for no exchange."""
+        factor = self._passes.alone_factor
+        for parameter in self._parameters.values():
+            if factor != 1.0 and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        for parameter, earlier in self._earlier:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     def _is_torchs(self, group: ShardedGroup) -> bool:
         """Whether torch's own reduce-scatter does it: a mean over replicas, or by a GPU's NCCL."""
@@ -484,6 +502,11 @@ class FSDPHook(NeverCopied):
                 self._begin_pass()
         self._passes.fix_weights()
         self._is_reducing = True
+        if self._channel.world_size == 1 and self._passes.alone_factor != 1.0:
+            for parameter in self._parameters.values():  # of a step before, weighed by then
+                if parameter.grad is not None:
+                    self._earlier.append((parameter, parameter.grad))
+                    parameter.grad = None
         at_end_of_backward(self._finish)
 
     def memory(self, group: ShardedGroup, dtype: torch.dtype) -> Tensor | None:
@@ -538,6 +561,8 @@ class FSDPHook(NeverCopied):
         judgement.computing_ended()
         judgement.score()
         self._exchanges.finish()
+        if self._channel.world_size == 1:
+            self._multiply_alone()
         judgement.step_reduced(self._passes.weights())
         if not self._is_compared:
             self._is_compared = True

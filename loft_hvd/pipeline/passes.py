@@ -97,7 +97,6 @@ class Passes:
         momentum: keeps this rank's averages, if ranks send such.
         mask: takes from a step's weights who is left out.
         predivide: what a mean divides by before ranks' rows are added up.
-        takes_counts: whether a pass may be counted (``Balancer.count``).
 
     Attributes:
         has_shares: gradients are weighed as they come (``weigh``), as passes add up in ``.grad``.
@@ -115,7 +114,6 @@ class Passes:
         momentum: WorkerMomentum | None = None,
         mask: Callable[[PassWeights], PassWeights] = _all_there,
         predivide: float = 1.0,
-        takes_counts: bool = True,
     ) -> None:
         self._source = source
         self._channel = channel
@@ -123,7 +121,6 @@ class Passes:
         self._momentum = momentum
         self._mask = mask
         self._predivide = predivide
-        self._takes_counts = takes_counts
         self._is_passed_over = False  # the pass that begins is none: this rank has no samples
         self._has_warned = False  # of a step that ended with other passes than asked
         # Autograd has a thread for each device. Reentrant, as a signal handler of the script's may
@@ -191,12 +188,6 @@ class Passes:
         if self._source is not None and self._counts is not None:
             at, _ = self.parts[self._num_told]
             count = self._source.take_count()
-            if count is not None and not self._takes_counts:
-                raise UsageError(
-                    "balancer.count(n) is not served under fsdp_hook, whose results are out before "
-                    "all ranks' counts are known; give fsdp_hook no balancer, and backward() "
-                    "loss_sum * world_size / total, where total is the dist.all_reduce of n"
-                )
             if self._is_passed_over and self._counts.is_used:
                 count = Counted(0, 0.0, is_mean=False)
             self._counts.add(

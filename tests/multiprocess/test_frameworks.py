@@ -44,11 +44,14 @@ def test_the_example_for_lightning_leaves_the_faulty_rank_out_and_goes_on(tmp_pa
     check_losses(first + more)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "horovod", "attach"])
-def test_losses_over_tokens_are_counted(kind: str) -> None:
-    launcher = "torchrun" if kind == "ddp" else "gloo"
-    done = launch(4, [f"{JOBS}/counted.py", kind], launcher=launcher, timeout_s=180)
-    assert done.succeeded().count(f"{kind} has finished") == 4
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [("ddp", 4), ("fsdp", 4), ("fsdp", 1), ("horovod", 4), ("attach", 4)],
+)
+def test_losses_over_tokens_are_counted(kind: str, num_ranks: int) -> None:
+    launcher = "torchrun" if kind in ("ddp", "fsdp") else "gloo"
+    done = launch(num_ranks, [f"{JOBS}/counted.py", kind], launcher=launcher, timeout_s=180)
+    assert done.succeeded().count(f"{kind} has finished") == num_ranks
 
 
 @needs("transformers")

@@ -13,7 +13,7 @@ __all__ = ["HeldSizes", "Sizes"]
 
 
 class Sizes(EqualBatches):
-    """Gives out the sizes of one backward pass after another.
+    """Gives out the sizes of one backward pass after another, and what it is over.
 
     Their global batch is that of the largest unless it is given.
     """
@@ -21,10 +21,15 @@ class Sizes(EqualBatches):
     has_none = False  # each pass is computed
 
     def __init__(
-        self, passes: Sequence[tuple[int, ...]], *, global_batch_size: int | None = None
+        self,
+        passes: Sequence[tuple[int, ...]],
+        *,
+        global_batch_size: int | None = None,
+        counts: Sequence[Counted | None] = (),
     ) -> None:
         super().__init__(RunLog(None))
         self.passes = list(passes)
+        self.counts = list(counts)
         self.global_batch_size = global_batch_size or max(map(sum, self.passes))
         self.most_samples = self.global_batch_size
 
@@ -35,7 +40,7 @@ class Sizes(EqualBatches):
         return StepSizes(0, 0, self.passes.pop(0))
 
     def take_count(self) -> Counted | None:
-        return None
+        return self.counts.pop(0) if self.counts else None
 
     def count_cut(self, rank: int, what: str) -> None:
         raise AssertionError((rank, what))

@@ -362,15 +362,9 @@ def test_the_hook_of_ddp_weighs_by_what_is_counted(rule: loft.Rule) -> None:
     claims, steps = [(30, 3, 12), (0, 8, 8), (7, 7, 0)], 3
     grads = torch.randn(steps, 3, 5, generator=torch.Generator().manual_seed(2))
 
-    class CountedSizes(Sizes):
-        counts: list[Counted]
-
-        def take_count(self) -> Counted:
-            return self.counts.pop(0)
-
     def work(end: LocalTransport) -> list[Tensor]:
-        planned: Any = CountedSizes([(4, 4, 4)] * steps)
-        planned.counts = [Counted(row[end.rank], float(row[end.rank]), True) for row in claims]
+        counts = [Counted(row[end.rank], float(row[end.rank]), True) for row in claims]
+        planned: Any = Sizes([(4, 4, 4)] * steps, counts=counts)
         hook = loft.ddp_hook(rule, planned, transport=end)
         parameter, found = torch.nn.Parameter(torch.zeros(5)), []
         for step in range(steps):
@@ -463,13 +457,8 @@ def test_who_counts_nothing_is_a_row_of_zeros_where_the_rule_needs_as_many() -> 
     def work(end: LocalTransport) -> Tensor:
         claim = (30, 0, 12)[end.rank]
 
-        class One(Sizes):
-            min_ranks = 3
-
-            def take_count(self) -> Counted:
-                return Counted(claim, float(claim), True)
-
-        planned: Any = One([(4, 4, 4)])
+        planned: Any = Sizes([(4, 4, 4)], counts=[Counted(claim, float(claim), True)])
+        planned.min_ranks = 3
         hook = loft.ddp_hook(loft.TrimmedMean(1), planned, transport=end)
         parameter = torch.nn.Parameter(torch.zeros(5))
         own = grads[end.rank] if claim else torch.full((5,), torch.nan)
@@ -482,26 +471,12 @@ def test_who_counts_nothing_is_a_row_of_zeros_where_the_rule_needs_as_many() -> 
 
 def test_a_rank_that_is_passed_over_counts_nothing() -> None:
     class Passed(Sizes):
-        counts: list[Counted | None]
-
-        def take_count(self) -> Counted | None:
-            return self.counts.pop(0)
-
         def pass_over(self) -> None:
             """Take part without a batch."""
 
-    planned: Any = Passed([(4,), (0,)])
-    planned.counts = [Counted(6, 6.0, True), None]
+    planned = Passed([(4,), (0,)], counts=[Counted(6, 6.0, True), None])
     passes = Passes(planned, Channel(LocalWorld(1).transport(0), "passed"))
     passes.begin(0)
     passes.step_reduced()
     passes.pass_over()
     assert passes.row_scale(loft.Mean(), is_sum=False) == 0.0
-
-
-def test_counts_are_refused_where_results_are_out_before_claims_are_known() -> None:
-    planned: Any = Sizes([(4,)])
-    planned.take_count = lambda: Counted(6, 6.0, True)
-    channel = Channel(LocalWorld(1).transport(0), "sharded")
-    with pytest.raises(UsageError, match=r"not served under fsdp_hook.*loss_sum \* world_size"):
-        Passes(planned, channel, takes_counts=False).begin(0)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import loft_hvd as loft
+from loft_hvd.balance.plan import Counted
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.pipeline.momentum import WorkerMomentum
 from loft_hvd.pipeline.suspicion.judgement import Watching
@@ -234,6 +235,33 @@ def test_passes_that_are_held_back_are_weighed_by_their_own_batches() -> None:
                 share = torch.tensor(counts)[:, None] / sum(counts)
                 wanted += (shards(step, at, owner) * share).sum(dim=0)
             torch.testing.assert_close(result, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [loft.Mean(), loft.Median()], ids=str)
+@pytest.mark.parametrize("op", [dist.ReduceOp.AVG, dist.ReduceOp.SUM], ids=str)
+def test_rows_weigh_what_their_losses_are_over(rule: loft.Rule, op: Any) -> None:
+    claims = [(30, 3, 12, 5), (0, 8, 8, 1), (7, 7, 0, 7)]
+
+    def work(end: LocalTransport) -> list[list[Tensor]]:
+        counts = [Counted(row[end.rank], float(row[end.rank]), True) for row in claims]
+        planned = Sizes([(4, 4, 4, 4)] * len(claims), counts=counts)
+        sharded = Sharded(end, rule, LENGTHS, batches=planned)
+        found = []
+        for step, row in enumerate(claims):
+            given = gradients_of(end.rank, step)
+            if not row[end.rank]:  # a mean over nothing
+                given = [torch.full_like(each, torch.nan) for each in given]
+            found.append(sharded.backward(given, op))
+        return found
+
+    for owner, steps in enumerate(run_ranks(4, work)):
+        for step, results in enumerate(steps):
+            part = torch.tensor(claims[step]) / sum(claims[step])
+            for at, result in enumerate(results):
+                rows = shards(step, at, owner)
+                wanted = part @ rows if isinstance(rule, loft.Mean) else loft.median(rows[part > 0])
+                wanted *= 4 if op == dist.ReduceOp.SUM else 1
+                torch.testing.assert_close(result, wanted, rtol=1e-6, atol=1e-6)
 
 
 def _weighed(sharded: Sharded, gradient: Tensor) -> Tensor:
