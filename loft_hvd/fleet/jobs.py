@@ -131,10 +131,15 @@ class DataSet:
         shares = [held / self.num_bytes for held in self.homes.values()]
         return sum(share for share in shares if share < 1.0 - _INEXACT)
 
+    @functools.cached_property
+    def _shares(self) -> dict[str, float]:
+        known = {host: held / self.num_bytes for host, held in self.homes.items()}
+        whole, parts = 1.0 - _INEXACT, max(self._parts, 1.0)
+        return {host: 1.0 if each >= whole else each / parts for host, each in known.items()}
+
     def share(self, host: str) -> float:
         """Return the share of the samples that a host holds; 1 for a whole copy."""
-        share = self.homes.get(host, 0.0) / self.num_bytes
-        return 1.0 if share >= 1.0 - _INEXACT else share / max(self._parts, 1.0)
+        return self._shares.get(host, 0.0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from loft_hvd.balance.interval import typical
 from loft_hvd.balance.latency import Curves, StepModel, typical_longest
-from loft_hvd.balance.plan import Bounds, Floats, Sizes
+from loft_hvd.balance.plan import Bounds, Floats, Ints, Sizes
 from loft_hvd.balance.search import exact
 from loft_hvd.errors import PlanError
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
@@ -29,11 +30,26 @@ __all__ = [
     "ReadLink",
     "Reads",
     "predict",
-    "read_link",
     "reads_of",
     "rough_s",
     "typical_unit",
 ]
+
+_DRAWS = 64  # steps, whose usual longest is known to some 0.3 %
+
+
+@dataclass(frozen=True)
+class ReadLink:
+    """The link that a host's ranks read samples over which are elsewhere."""
+
+    name: str
+    ranks: int  # that share it
+    bytes_per_s: float  # of such samples
+
+    @property
+    def byte_s(self) -> float:
+        """Seconds of a byte, while all of them read."""
+        return self.ranks / self.bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,7 @@ class Reads:
     """Where a job's samples come from that its ranks do not hold."""
 
     data: DataSet | None
+    links: Mapping[str, ReadLink] = field(default_factory=dict)  # of each host of the layout
     server: str = ""  # the slowest of those that serve them
     bytes_per_s: float = math.inf  # that all of them serve together, none waiting for another
     # Whether ranks wait for it rather than for their own links: a step model has one queue a rank.
@@ -63,8 +80,9 @@ def reads_of(fleet: Fleet, job: Job, layout: Layout) -> Reads:
     if data is None:
         return Reads(None)
     server, rate = _slowest_server(fleet, job, layout, data)
-    at_links = max(read_link(fleet, data, layout, host).byte_s for host, _ in layout.hosts)
-    return Reads(data, server, rate, layout.world_size / rate > at_links)
+    links = _read_links(fleet, data, layout)
+    at_links = max(link.byte_s for link in links.values())
+    return Reads(data, links, server, rate, layout.world_size / rate > at_links)
 
 
 def _slowest_server(fleet: Fleet, job: Job, layout: Layout, data: DataSet) -> tuple[str, float]:
@@ -105,32 +123,25 @@ def _slowest_server(fleet: Fleet, job: Job, layout: Layout, data: DataSet) -> tu
     return min(rates, key=lambda each: each[1])
 
 
-@dataclass(frozen=True)
-class ReadLink:
-    """The link that a host's ranks read samples over which are elsewhere."""
-
-    name: str
-    ranks: int  # that share it
-    bytes_per_s: float  # of such samples
-
-    @property
-    def byte_s(self) -> float:
-        """Seconds of a byte, while all of them read."""
-        return self.ranks / self.bytes_per_s
-
-
-def read_link(fleet: Fleet, data: DataSet, layout: Layout, host: Host) -> ReadLink:
-    """Return the slower of a host's own link and its rack's, for what is beyond the rack."""
-    ranks = {each.name: count for each, count in layout.hosts}
-    own = ReadLink(f"link of {host.name}", ranks[host.name], host.link_bytes_per_s)
-    uplink = fleet.rack_link(host.rack)
-    held = sum(data.share(each.name) for each in fleet.hosts if each.rack == host.rack)
-    elsewhere = 1.0 - data.share(host.name)
-    if math.isinf(uplink) or held >= 1.0 or not elsewhere:
-        return own
-    inside = sum(count for each, count in layout.hosts if each.rack == host.rack)
-    rack = ReadLink(f"link of rack {host.rack}", inside, uplink * elsewhere / (1.0 - held))
-    return max(own, rack, key=lambda each: each.byte_s)
+def _read_links(fleet: Fleet, data: DataSet, layout: Layout) -> dict[str, ReadLink]:
+    """Return the slower of each host's own link and its rack's, for what is beyond the rack."""
+    held: dict[str, float] = {}  # of each rack
+    for each in fleet.hosts:
+        held[each.rack] = held.get(each.rack, 0.0) + data.share(each.name)
+    inside: dict[str, int] = {}  # ranks likewise
+    for host, count in layout.hosts:
+        inside[host.rack] = inside.get(host.rack, 0) + count
+    links = {}
+    for host, count in layout.hosts:
+        own = ReadLink(f"link of {host.name}", count, host.link_bytes_per_s)
+        uplink, elsewhere = fleet.rack_link(host.rack), 1.0 - data.share(host.name)
+        if math.isinf(uplink) or held[host.rack] >= 1.0 or not elsewhere:
+            links[host.name] = own
+            continue
+        rate = uplink * elsewhere / (1.0 - held[host.rack])
+        rack = ReadLink(f"link of rack {host.rack}", inside[host.rack], rate)
+        links[host.name] = max(own, rack, key=lambda each: each.byte_s)
+    return links
 
 
 @dataclass(frozen=True)
@@ -139,11 +150,23 @@ class _OwnWork:
 
     model: StepModel  # ranks of a host are taken to fetch alike over its link
     queue_s: float  # a sample takes at a server that all ranks wait for; 0 without one
+    link_s: Floats  # of the model's ``remote_s``, what the link takes
+    link_ranks: Floats  # ranks that read over it at once
+    link: Ints  # its number
     noise: Floats  # relative standard deviation of each fetch and compute
     skew: float  # of single steps, of all ranks alike
     low: Floats  # least and most samples of a rank
     high: Floats
     count: Floats  # ranks
+
+    def queueing(self, model: StepModel) -> StepModel:
+        """Return every rank's model with queues at the links, in which ranks do not fetch alike."""
+        count = self.count.astype(np.int64)
+        link_s, ranks, link = (
+            np.repeat(each, count) for each in (self.link_s, self.link_ranks, self.link)
+        )
+        own_s = np.maximum(model.remote_s - link_s, 0.0)
+        return replace(model, remote_s=own_s, shared_s=link_s / ranks, source=link)
 
 
 def _work_of(fleet: Fleet, job: Job, layout: Layout, *, is_warm: bool) -> _OwnWork:
@@ -154,6 +177,7 @@ def _work_of(fleet: Fleet, job: Job, layout: Layout, *, is_warm: bool) -> _OwnWo
     data, is_at_server = reads.data, reads.is_at_server
     total = float(job.global_batch_size)
     hits, link_s = [math.inf] * len(models), [0.0] * len(models)
+    link_ranks, link = [1] * len(models), list(range(len(models)))
     if data is not None:
         kept = {
             host.name: min(data.share(host.name) + _kept_share(job, data, host) * is_warm, 1.0)
@@ -161,12 +185,14 @@ def _work_of(fleet: Fleet, job: Job, layout: Layout, *, is_warm: bool) -> _OwnWo
         }
         # Once all of it is at some host, what is not at hand comes from peers.
         is_at_server = is_at_server and not (is_warm and sum(kept.values()) > 1.0 - 1e-6)
-        links = {host.name: read_link(fleet, data, layout, host) for host, _ in layout.hosts}
+        names = sorted({each.name for each in reads.links.values()})
         for at, part in enumerate(layout.parts):
             share = kept[part.host.name]
             hits[at] = math.inf if share == 1.0 else total * share / ranks[part.host.name]
             if not is_at_server:
-                link_s[at] = data.sample_bytes * links[part.host.name].byte_s
+                way = reads.links[part.host.name]
+                link_s[at], link_ranks[at] = data.sample_bytes * way.byte_s, way.ranks
+                link[at] = names.index(way.name)
     count = np.array([part.count for part in layout.parts], dtype=np.float64)
     skews = np.array([model.skew for model in models])
     terms: dict[str, Any] = {
@@ -178,6 +204,9 @@ def _work_of(fleet: Fleet, job: Job, layout: Layout, *, is_warm: bool) -> _OwnWo
     return _OwnWork(
         model,
         reads.queue_s if is_at_server else 0.0,
+        np.array(link_s),
+        np.array(link_ranks, dtype=np.float64),
+        np.array(link),
         np.array([model.noise for model in models]),
         float(skews @ count / count.sum()),
         np.full(len(models), float(job.min_batch)),
@@ -219,6 +248,38 @@ def _deviations(model: StepModel, noise: Floats, sizes: Floats) -> Floats:
     longer, shorter = np.maximum(fetch, compute), np.minimum(fetch, compute)
     deviation: Floats = noise * np.hypot(longer, (1.0 - model.overlap) * shorter) * typical_unit()
     return deviation
+
+
+@functools.lru_cache(maxsize=16)
+def _chances(world_size: int) -> Floats:
+    """Return what is left to chance in some steps: standard normal, [3, _DRAWS, world_size].
+
+    It is the same each time, and of the first ranks the same in every world: so places, links and
+    sizes are compared by the same steps.
+    """
+    drawn = np.random.default_rng(0).standard_normal((world_size, 3, _DRAWS))
+    return np.ascontiguousarray(drawn.transpose(1, 2, 0))
+
+
+def _drawn_longest(
+    model: StepModel, noise: Floats, skew: float, *, total: float, sizes: Floats
+) -> float:
+    """Return the usual longest of the ranks' own work where they have data in part.
+
+    Then a step is as long as chance has it: a global batch has ``model.hits`` samples of those
+    that a rank holds on average, a binomial count. Too few for one rank's batch also make a queue
+    longer for others. No formula is near enough, so steps are drawn.
+    """
+    counts, *others = _chances(len(sizes))  # [_DRAWS, world_size]
+    share = np.minimum(np.where(np.isfinite(model.hits), model.hits, total) / total, 1.0)
+    held = total * share + np.sqrt(total * share * (1.0 - share)) * counts
+    local = np.clip(np.where(share < 1.0, held, sizes), 0.0, sizes)
+    # As ``typical_longest`` has it, normal times bent by ``skew``.
+    bent = [np.expm1(skew * each) / skew if skew > 0 else each for each in others]
+    by_fetch, by_compute = (np.maximum(1.0 + noise * each, 0.0) for each in bent)
+    fetch = model.fetch(local, sizes - local) * by_fetch
+    busy = model.combine(fetch, model.compute(sizes) * by_compute)
+    return float(typical(busy.max(axis=1))[0])
 
 
 @functools.cache
@@ -351,7 +412,7 @@ def predict(fleet: Fleet, job: Job, layout: Layout, *, sizes: Sizes | None = Non
 def _longest(work: _OwnWork, job: Job, sizes: Sizes | None) -> tuple[Sizes, StepModel, float]:
     """Return sizes, the best if none are given, every rank's model, and the usual longest."""
     count = work.count.astype(np.int64)
-    world_size = int(count.sum())
+    world_size, total = int(count.sum()), job.global_batch_size
     terms: dict[str, Any] = {
         name: np.repeat(getattr(work.model, name), count) for name in (*_TERMS, "hits")
     }
@@ -359,9 +420,13 @@ def _longest(work: _OwnWork, job: Job, sizes: Sizes | None) -> tuple[Sizes, Step
     model = StepModel.build(world_size, source=source, shared_s=work.queue_s, **terms)
     caps = np.repeat(work.high, count)
     bounds = Bounds.of(world_size, floor=job.min_batch, cap=caps)
-    sizes = exact(model, job.global_batch_size, bounds) if sizes is None else sizes
-    batch = np.array(sizes, dtype=np.float64)
-    deviation = _deviations(model, np.repeat(work.noise, count), batch)
+    sizes = exact(model, total, bounds) if sizes is None else sizes
+    batch, noise = np.array(sizes, dtype=np.float64), np.repeat(work.noise, count)
+    if ((model.hits > 0) & (model.hits < total)).any():
+        queues = model if work.queue_s else work.queueing(model)
+        longest_s = _drawn_longest(queues, noise, work.skew, total=float(total), sizes=batch)
+        return sizes, model, longest_s
+    deviation = _deviations(model, noise, batch)
     times = model.times(sizes)
     if not deviation.any():
         return sizes, model, float(times.max())

@@ -14,7 +14,7 @@ from loft_hvd.codec import encode
 from loft_hvd.fleet.jobs import Fleet, Job
 from loft_hvd.fleet.measured import Origin, with_logs
 from loft_hvd.fleet.place import Choice, Worth, choose_hosts, show_rate
-from loft_hvd.fleet.rate import Prediction, read_link, reads_of
+from loft_hvd.fleet.rate import Prediction, reads_of
 from loft_hvd.simulate.scenario import RankTraits, Scenario
 from loft_hvd.simulate.simulation import simulate
 
@@ -114,7 +114,7 @@ def scenario_of(fleet: Fleet, job: Job, found: Prediction, *, seed: int = 0) -> 
         held = 1.0 if data is None else data.share(part.host.name)
         name, rate, budget = "", size / max(model.local_s, 1e-15), 0.0
         if data is not None and held < 1.0:
-            link = read_link(fleet, data, layout, part.host)
+            link = reads.links[part.host.name]
             name, rate = (link.name if link.ranks > 1 else ""), link.bytes_per_s
             if reads.is_at_server:
                 name, rate = reads.server, reads.bytes_per_s

@@ -93,3 +93,30 @@ def random_layout(seed: int) -> tuple[Fleet, Job, Layout]:
         **more,
     )
     return Fleet(hosts, [], data), job, Layout.of(parts)
+
+
+def many_hosts(seed: int) -> tuple[Fleet, Job]:
+    """Return 100 hosts of eight ranks in five racks, no two alike, and a job."""
+    rng = np.random.default_rng(seed)
+    racks = [Rack(f"r{at}", float(rng.choice([1.25e9, 5e9, 12.5e9]))) for at in range(5)]
+    hosts = [
+        Host(
+            f"h{at:03d}",
+            {str(rng.choice(DEVICES)): 8},
+            float(rng.choice([125e6, 312e6, 1.25e9, 3e9]) * rng.uniform(0.9, 1.1)),
+            rack=f"r{rng.integers(5)}",
+        )
+        for at in range(100)
+    ]
+    data, more = random_data(rng, hosts)
+    job = Job(
+        "job",
+        ["python", "train.py"],
+        float(10 ** rng.uniform(5, 8.5)),
+        int(rng.choice([4096, 16384])),
+        random_models(rng, slowest=2e-2),
+        steps=100,
+        rule=str(rng.choice(["mean", "trimmed_mean:f=1"])),
+        **more,
+    )
+    return Fleet(hosts, racks, data, latency_s=1e-5), job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
 from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import describe, plan_job, plan_table, scenario_of, to_dict
 from loft_hvd.simulate.simulation import simulate
-from tests.support.fleets import random_layout
+from tests.support.fleets import many_hosts, random_layout
 
 
 def _is_near(seed: int) -> bool:
@@ -22,9 +23,19 @@ def _is_near(seed: int) -> bool:
     return abs(run.settled_s / found.step_s - 1.0) <= 0.1
 
 
-def test_predicted_steps_are_those_of_the_simulator() -> None:
-    apart = [seed for seed in range(8) if not _is_near(seed)]
-    assert len(apart) <= 1, f"seeds {apart} are more than 10 % apart"
+@pytest.mark.parametrize("seed", [1, 3, 4, 9, 32])  # 4 and 9 wait for a server, 32 for one link
+def test_a_predicted_step_is_the_simulator_s(seed: int) -> None:
+    assert _is_near(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 2])  # a mean over most ranks, a rule over nodes
+def test_a_hundred_hosts_are_planned_in_ten_seconds(seed: int) -> None:
+    fleet, job = many_hosts(seed)
+    began = time.process_time()
+    plan = plan_job(fleet, job)
+    assert time.process_time() - began < 10.0
+    assert plan.best.layout.world_size >= 100
 
 
 @pytest.mark.long

@@ -242,7 +242,7 @@ def test_a_whole_copy_needs_no_link() -> None:
 
 
 def test_a_store_s_later_epochs_are_shorter() -> None:
-    parts = hosts(1, 1, rate=10e6, store_bytes=32e6)
+    parts = hosts(1, 1, rate=10e6, store_bytes=64e6)
     data = DataSet("d", 640, 1e5)
     job = replace(JOB, data="d", store=True, steps=None, epochs=3, model_bytes=4.0)
     found = predict(fleet_of(parts, data=[data]), job, Layout.of(parts))
