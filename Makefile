@@ -4,7 +4,8 @@
 #   ENGINE=torch           the demo under torchrun: no Horovod is built (default: horovod)
 #   LOFT_HVD_CACHE=folder  where Horovod's wheel is kept (default ~/.cache/loft_hvd)
 #   LOFT_HVD_LEVELS=...    instruction sets of the kernels: native (this machine's best and the
-#                          baseline, the default) or all (the tests' default)
+#                          baseline, the default), lean (the general one, the demo's
+#                          default) or all (the tests' default)
 #   ARGS="..."             more arguments for the demo, TESTS="..." for pytest
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -53,7 +54,8 @@ setup:  ## make .venv, build Horovod and the extension; seconds when all is ther
 setup-all:  # the same with the kernels of every instruction set, which the tests compare
 	@export LOFT_HVD_LEVELS="$${LOFT_HVD_LEVELS:-all}"; $(SET_UP)
 
-demo: setup  ## train over unequal ranks with a faulty worker: 4 ranks, a table, runs/demo/
+demo:  ## train over unequal ranks with a faulty worker: 4 ranks, a table, runs/demo/
+	@$(SET_UP) demo
 	@$(RANKS) $(PY) -m scripts.plain $(DEMO) examples/demo.py $(ARGS)
 
 # setup-all comes first: lint alone is content with less, and would have it built in two goes.

@@ -11,7 +11,7 @@ $python -m pip install --no-cache-dir -r requirements/build.txt -r requirements/
     -r requirements/horovod.txt -c requirements/transitive.txt
 $python -m pip wheel --no-cache-dir --wheel-dir "$wheels" -r requirements/run.txt \
     -r requirements/horovod.txt 'typer>=0.12' 'rich>=13' \
-    -c requirements/dev.txt -c requirements/transitive.txt
+    -c requirements/demo.txt -c requirements/transitive.txt
 # Horovod's wheel takes minutes. One that lies in the folder already is kept: it must be of this
 # Python and torch, as the one that the set-up of this checkout keeps in ~/.cache/loft_hvd.
 if ! compgen -G "$wheels/horovod-*.whl" > /dev/null; then

@@ -194,11 +194,16 @@ def _kernels() -> tuple[DoctorFinding, ...]:
     if module is None:
         return (DoctorFinding("extension", "not built; torch does its work", explain_missing()),)
     levels = [str(level) for level in module.isa_levels()]  # the best last
-    asked = _usable_config().isa
+    asked, runs = _usable_config().isa, vector_levels(cpu_flags())
     advice = ""
-    if asked is not None and asked not in levels:
+    if asked is None and runs[-1] not in levels:
+        advice = (
+            f"{_OPTIONAL} kernels for {runs[-1]}, which runs here, are faster: `make setup`, or "
+            "install again with LOFT_HVD_LEVELS=native"
+        )
+    elif asked is not None and asked not in levels:
         advice = f"LOFT_HVD_ISA={asked} does not run here; use one of {', '.join(levels)}"
-        if asked in vector_levels(cpu_flags()):
+        if asked in runs:
             advice = (
                 f"LOFT_HVD_ISA={asked} runs here but was not built; build again with "
                 f"LOFT_HVD_LEVELS=all, or use one of {', '.join(levels)}"

@@ -1,4 +1,7 @@
-"""``python3 -m scripts.setup``: everything that ``make setup`` does, in order.
+"""``python3 -m scripts.setup [demo]``: everything that ``make setup`` does, in order.
+
+With ``demo`` only what the demo needs: no tools of the tests, and of the kernels the general ones,
+which take a tenth of the time to compile.
 
 Variables: ``PYTHON`` names the interpreter, ``VENV=active`` uses the active environment, ``CXX``
 the compiler, ``LOFT_HVD_CACHE`` the folder of the wheels (default ``~/.cache/loft_hvd``),
@@ -19,6 +22,7 @@ from pathlib import Path
 from scripts.setup.cuda import choose_toolkit
 from scripts.setup.environment import (
     BUILD_FILES,
+    DEMO_FILES,
     PIN_FILES,
     Environment,
     Facts,
@@ -70,7 +74,7 @@ def _environment(root: Path, environ: Mapping[str, str], *, runner: Runner) -> E
     return Environment(path, False, root / "build" / "setup" / f"active-{digest([str(path)])}")
 
 
-def _set_up(root: Path, environ: Mapping[str, str]) -> None:
+def _set_up(root: Path, environ: Mapping[str, str], *, is_for_demo: bool) -> None:
     """Do all steps; each one is skipped when its result is there.
 
     The extension needs the build tools alone, Horovod needs torch. So the extension is compiled
@@ -83,6 +87,7 @@ def _set_up(root: Path, environ: Mapping[str, str]) -> None:
     if problems or compiler is None:
         raise SetupError("\n".join(problems))
     folder, requirements = root / "build" / "setup", root / "requirements"
+    files, levels = (DEMO_FILES, "lean") if is_for_demo else (PIN_FILES, "native")
     with exclusive(folder / "lock", timeout_s=_LOCK_TIMEOUT_S) as lock:
         runner = Runner(folder / "setup.log", held=(lock,))
         beside = Runner(folder / "extension.log", held=(lock,))  # two at once, two logs
@@ -93,11 +98,11 @@ def _set_up(root: Path, environ: Mapping[str, str]) -> None:
         facts = remove_interrupted(environment)
         facts = install(environment, requirements, facts=facts, files=BUILD_FILES, runner=runner)
         with extension_build(
-            environment, root, facts=facts, compiler=compiler, runner=beside
+            environment, root, facts=facts, compiler=compiler, runner=beside, levels=levels
         ) as extension:
             if not has_room_for_two_builds():  # one after the other, the short one first
                 extension.finish(environment)
-            facts = install(environment, requirements, facts=facts, files=PIN_FILES, runner=runner)
+            facts = install(environment, requirements, facts=facts, files=files, runner=runner)
             extension.check()  # an error in our own C++ need not wait for Horovod's minutes
             if _wants_horovod(environ):
                 _add_horovod(
@@ -153,7 +158,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     start_s = time.monotonic()
     try:
-        _set_up(Path(__file__).resolve().parents[2], os.environ)
+        root, is_for_demo = Path(__file__).resolve().parents[2], sys.argv[1:] == ["demo"]
+        _set_up(root, os.environ, is_for_demo=is_for_demo)
     except SetupError as error:
         for line in str(error).splitlines():
             say(f"setup: {line}")

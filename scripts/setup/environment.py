@@ -20,6 +20,7 @@ from scripts.setup.state import digest, read_stamp, write_stamp
 
 __all__ = [
     "BUILD_FILES",
+    "DEMO_FILES",
     "PIN_FILES",
     "Environment",
     "Facts",
@@ -36,7 +37,8 @@ __all__ = [
 _GIB = 2**30
 _VENV_BYTES = 3 * _GIB  # what .venv takes with a torch for CPUs, with room; CUDA's takes 7 GiB
 BUILD_FILES = ("build.txt",)  # all that compiling the extension needs
-PIN_FILES = (*BUILD_FILES, "run.txt", "horovod.txt", "dev.txt")
+DEMO_FILES = (*BUILD_FILES, "run.txt", "horovod.txt", "demo.txt")
+PIN_FILES = (*DEMO_FILES, "dev.txt")
 # pip compiles every file that it installs, 20,000 of them here; Python compiles those that are
 # imported, once. Left to Python it takes a third of pip's time.
 _PIP_INSTALL = ("install", "--progress-bar", "off", "--no-compile")
@@ -237,10 +239,12 @@ def install_pins(
     """Install what ``files`` pin and is not there; return what there is then."""
     pins = _pins_of(requirements, files, facts)
     missing = missing_pins(pins, facts.dists)
-    # The stamp says that pip has seen these files whole, so what the pins need is there as well.
+    # The stamp says that pip has seen these files whole, so what the pins need is there as well:
+    # each tuple of files begins with all of those that have fewer.
     stamp = environment.stamps / f"pins-{len(files)}"
     key = digest([], requirements.glob("*.txt"))
-    if not missing and read_stamp(stamp) == key:
+    stamps = [environment.stamps / f"pins-{at}" for at in range(len(files), len(PIN_FILES) + 1)]
+    if not missing and key in map(read_stamp, stamps):
         say(f"setup: {len(pins)} pinned packages are there")
         return facts
     title = _names(missing) or "looking at what they need"

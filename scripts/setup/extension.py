@@ -29,19 +29,21 @@ def source_files(root: Path) -> list[Path]:
     return files
 
 
-def wanted_levels(environ: Mapping[str, str]) -> str:
-    """Return the instruction sets asked for, as setup.py understands them: "native" by default."""
+def wanted_levels(environ: Mapping[str, str], *, default: str = "native") -> str:
+    """Return the instruction sets asked for, as setup.py understands them."""
     names = environ.get("LOFT_HVD_LEVELS", "").replace(" ", "")
-    return ",".join(sorted(set(filter(None, names.split(","))))) or "native"
+    return ",".join(sorted(set(filter(None, names.split(","))))) or default
 
 
 def has_levels(built: str, wanted: str) -> bool:
     """Return whether an extension built with the levels ``built`` will do where ``wanted`` are.
 
-    "all" holds every level, so `make demo` after `make test` compiles nothing. What "native" holds
-    is known to the build alone, so it stands for itself only.
+    "all" holds every level, so `make setup` after `make test` compiles nothing. What "native" holds
+    is known to the build alone, so it stands for itself and for "lean", which any build holds.
     """
-    return built == "all" or set(wanted.split(",")) <= set(built.split(","))
+    if built == "all" or (built and wanted == "lean"):
+        return True
+    return set(wanted.split(",")) <= set(built.split(","))
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,17 @@ class ExtensionBuild:
 
 @contextlib.contextmanager
 def extension_build(
-    environment: Environment, root: Path, *, facts: Facts, compiler: Compiler, runner: Runner
+    environment: Environment,
+    root: Path,
+    *,
+    facts: Facts,
+    compiler: Compiler,
+    runner: Runner,
+    levels: str = "native",
 ) -> Iterator[ExtensionBuild]:
     """Start building loft_hvd unless it is built and installed already; end it with the block.
+
+    ``levels`` are the instruction sets that kernels are built for unless the user names others.
 
     It needs the tools of ``requirements/build.txt`` and nothing else, no torch: that lets it run
     while pip fetches the other packages and while Horovod is compiled.
@@ -91,7 +101,7 @@ def extension_build(
     if has_gpu():  # the CUDA half is then built by default
         parts.append("gpu")
     key = f"{root} {digest(parts, source_files(root))}"
-    wanted = wanted_levels(os.environ)
+    wanted = wanted_levels(os.environ, default=levels)
     stamp = environment.stamps / "extension"
     before, _, built = read_stamp(stamp).rpartition(" ")
     # The file is looked for as well: `make clean` and `git clean` remove it and leave the stamp.
@@ -107,6 +117,8 @@ def extension_build(
     # the other core has these shorter ones to do.
     command = ["nice", "-n", "10", *environment.pip(*words)]
     say(f"setup: loft_hvd and its extension, levels {wanted}: the build begins")
+    if wanted == "lean":
+        say("setup:   with the general kernels alone; `make setup` builds those of this machine")
     with runner.start(command, env=env, cwd=root, what="building the extension") as running:
         yield ExtensionBuild(stamp, f"{key} {wanted}", running)
 

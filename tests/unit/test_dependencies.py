@@ -81,9 +81,13 @@ def test_run_pins_are_what_the_package_needs() -> None:
     assert pinned == {name for name in _CORE if name != "tomli"}  # tomli: with pytest's needs
 
 
+def _pinned(*files: str) -> set[str]:
+    texts = [(_ROOT / "requirements" / file).read_text() for file in files]
+    return {_name(line) for line in "".join(texts).splitlines() if not line.startswith("#")}
+
+
 def test_development_pins_are_declared_or_tools() -> None:
-    lines = (_ROOT / "requirements" / "dev.txt").read_text().splitlines()
-    pinned = {_name(line) for line in lines if not line.startswith("#")}
+    pinned = _pinned("demo.txt", "dev.txt")
     declared = {
         name
         for extra in ("cli", "plots", "demo", "lightning", "store", "test")
@@ -91,6 +95,14 @@ def test_development_pins_are_declared_or_tools() -> None:
     }
     assert pinned - declared == {"clang-format", "mypy", "ruff"}
     assert declared - pinned == set()
+
+
+def test_the_demo_finds_what_it_imports() -> None:
+    files = [*(_ROOT / "examples").glob("demo*.py"), _ROOT / "examples" / "digits_task.py"]
+    own = {path.stem for path in (_ROOT / "examples").glob("*.py")} | {"loft_hvd", "horovod"}
+    found = set().union(*map(_imports, files)) - own - sys.stdlib_module_names
+    names = {module: name for name, module in _MODULES.items()}
+    assert {names.get(each, each) for each in found} <= _pinned("run.txt", "demo.txt")
 
 
 @pytest.mark.parametrize(("package", "extra"), sorted(doctor.EXTRAS.items()))

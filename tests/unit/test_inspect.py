@@ -269,6 +269,7 @@ def test_kernels_show_the_instruction_set_in_use(
 ) -> None:
     monkeypatch.setattr(doctor, "extension", _Extension)
     monkeypatch.setattr(doctor, "config", lambda: Config(isa=asked))
+    monkeypatch.setattr(doctor, "vector_levels", lambda flags: ["baseline", "avx2"])
     sections = inspect_all(probe=lambda _: "")
     found = {one.name: one for section in sections for one in section.findings}
     assert found["instruction set used"].value == used
@@ -276,15 +277,16 @@ def test_kernels_show_the_instruction_set_in_use(
     assert found["CUDA kernels"].value.startswith("not built")
 
 
+@pytest.mark.parametrize(("asked", "levels"), [("avx512", "all"), (None, "native")])
 def test_a_level_that_runs_but_was_not_built_says_how_to_build_it(
-    monkeypatch: pytest.MonkeyPatch,
+    asked: str | None, levels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "extension", _Extension)
-    monkeypatch.setattr(doctor, "config", lambda: Config(isa="avx512"))
+    monkeypatch.setattr(doctor, "config", lambda: Config(isa=asked))
     monkeypatch.setattr(doctor, "vector_levels", lambda flags: ["baseline", "avx2", "avx512"])
     sections = inspect_all(probe=lambda _: "")
     found = {one.name: one for section in sections for one in section.findings}
-    assert "LOFT_HVD_LEVELS=all" in found["instruction set used"].advice
+    assert f"LOFT_HVD_LEVELS={levels}" in found["instruction set used"].advice
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from scripts.setup import machine
 from scripts.setup.cuda import Toolkit, choose_toolkit, find_toolkit, lacking, torch_cuda
 from scripts.setup.environment import (
     BUILD_FILES,
+    DEMO_FILES,
     PIN_FILES,
     Environment,
     Facts,
@@ -565,7 +566,7 @@ def test_build_tools_are_installed_alone_first_and_each_set_once(tmp_path: Path)
     runner = _Recorder(tmp_path / "log")
     environment = Environment(Path(sys.executable), True, tmp_path / "stamps")
     facts = replace(_FACTS, dists={})
-    for files in (BUILD_FILES, PIN_FILES):
+    for files in (BUILD_FILES, DEMO_FILES, PIN_FILES, DEMO_FILES, BUILD_FILES):
         for _ in range(2):
             install_pins(
                 environment, _ROOT / "requirements", facts=facts, files=files, runner=runner
@@ -577,9 +578,10 @@ def test_build_tools_are_installed_alone_first_and_each_set_once(tmp_path: Path)
                 for pin in read_pins(_ROOT / "requirements" / name, python=facts.version)
             }
             facts = replace(facts, dists={**facts.dists, **pins})
-    first, second = runner.log.read_text().splitlines()
-    assert ("build.txt" in first, "run.txt" in first) == (True, False)
-    assert ("build.txt" in second, "run.txt" in second) == (True, True)
+    asked = [
+        [name for name in PIN_FILES if name in line] for line in runner.log.read_text().splitlines()
+    ]
+    assert asked == [list(BUILD_FILES), list(DEMO_FILES), list(PIN_FILES)]
 
 
 # --- the extension
@@ -598,6 +600,10 @@ def test_build_tools_are_installed_alone_first_and_each_set_once(tmp_path: Path)
         ("avx2", "avx2,avx512", False),
         ("avx2", "all", False),
         ("", "native", False),
+        ("native", "lean", True),
+        ("avx2", "lean", True),
+        ("lean", "native", False),
+        ("", "lean", False),
     ],
 )
 def test_extension_with_more_levels_serves_where_fewer_are_wanted(
@@ -609,6 +615,8 @@ def test_extension_with_more_levels_serves_where_fewer_are_wanted(
 def test_levels_are_native_unless_named_and_have_one_form() -> None:
     assert wanted_levels({}) == wanted_levels({"LOFT_HVD_LEVELS": ""}) == "native"
     assert wanted_levels({"LOFT_HVD_LEVELS": "avx512, avx2"}) == "avx2,avx512"
+    assert wanted_levels({}, default="lean") == "lean"
+    assert wanted_levels({"LOFT_HVD_LEVELS": "all"}, default="lean") == "all"
 
 
 @pytest.fixture
