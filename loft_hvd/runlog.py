@@ -19,6 +19,8 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 * ``fit``: ``ranks``, what the policy's models say of the same ranks, as in ``fit_record``;
   ``plan_id`` and ``predicted_s``, what a step of the newest plan should take from now on;
 * ``decision``: why a plan was made, as in ``Decision``;
+* ``saved``: ``plan_id`` and ``share``, what it saved of a step in its first interval, against the
+  sizes before it at the ranks' speeds of then;
 * ``explain``: ``text``, the policy's own words on its fit and its doubts;
 * ``noise``: how much gradients differ from sample to sample, as in ``GradientNoise``;
 * ``spread``: ``ratios`` [world_size] and ``usual``, how far ranks' gradients lie apart for good, as

@@ -69,6 +69,10 @@ class AutoBatch(Policy):
     def fit(self) -> Fit | None:
         return self._shares.fit
 
+    @property
+    def realised(self) -> float | None:
+        return self._shares.realised
+
     def share_sources(self, source: Sequence[int]) -> None:
         self._told = source
         self._shares.share_sources(source)

@@ -61,6 +61,9 @@ class Decision:
     predicted_s: float | None = None  # of a step with it; None when not predicted
     predicted_gain: float | None = None  # share of the step that it should save; None likewise
     measured_s: float | None = None  # of a step before it, by rank 0's clock; None when not known
+    # Share of the step that it saved in its first interval, against the sizes before it at the
+    # ranks' speeds of then, by the policy's models; None when that was not found out.
+    realised_gain: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -173,6 +176,7 @@ class Controller:
         self._num_intervals = 0
         self._hindrance: str | None = None  # no legal sizes, or a bar: of the newest interval
         self._interval: Interval | None = None
+        self.judged: Decision | None = None  # of which the newest interval showed what it saved
         self._unsent: Decision | None = None  # of a loaded state, whose plan no rank had by then
 
     def _legal_first(self, wanted: Sizes) -> Sizes:
@@ -227,6 +231,7 @@ class Controller:
         was observed since the last call, nothing is decided.
         """
         interval, self._interval = self._interval, None
+        self.judged = None
         if interval is not None:
             self._hindrance = None
         if interval is not None and self._unsent is not None:  # the policy counts on it
@@ -237,6 +242,9 @@ class Controller:
         if self.quarantine.is_active:  # the policy waits: it knows nothing of quarantines
             return self._plan_quarantine(step)
         proposal = self._propose(interval, step)
+        if self.policy.realised is not None:
+            self.history[-1] = replace(self.history[-1], realised_gain=self.policy.realised)
+            self.judged = self.history[-1]
         if (other := self._consider_leaving(interval, step)) is not None:
             return other
         if proposal is None or proposal.sizes == self.plan.sizes:
@@ -415,6 +423,8 @@ class Controller:
         )
         if made.predicted_s is not None and made.predicted_gain is not None:
             line += f"; a step should take {made.predicted_s:.3g} s, {made.predicted_gain:.1%} less"
+        if made.realised_gain is not None:
+            line += f"; in its first interval it saved {made.realised_gain:.1%}"
         lines = [line, *self.policy.explain(), *(self.policy.details() if verbose else [])]
         lines += [self.leaving.note] if self.leaving is not None and self.leaving.note else []
         lines += [] if self._hindrance is None else [self._hindrance]

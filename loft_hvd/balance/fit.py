@@ -7,7 +7,7 @@ any batch, how much does overlap hide, how do single steps vary?
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -43,6 +43,7 @@ _UNCLEAR = 0.10  # a term known no better than 10 % of the time cannot be told a
 _SNAP = 0.03  # so near to 0 or 1, overlap is taken for it: noise alone does as much
 _NORMAL_FIFTH = 0.8416  # standard deviations beyond which a fifth of normal times lies
 _MOST_SKEW = 2.0  # beyond it a step has no usual length
+_MOST_GAIN = 0.9  # of a step: no more is promised by what plans before have kept
 _COUNTS_FADE = 0.65  # a row: counts are exact, so three rows will do; measured
 
 _Rows = Annotated[Floats, Shape("world_size", len(COLUMNS))]
@@ -126,6 +127,23 @@ class Fit:
         aggregate_s = self.model.aggregate_s
         return Gain(now_s + aggregate_s, then_s + aggregate_s, error_s)
 
+    def saved(self, interval: Interval, before: npt.ArrayLike) -> float:
+        """Return the share of a step that an interval's sizes saved, against those ``before``.
+
+        Not against the interval before, in which ranks were as fast as they were then: each rank
+        would have been as much faster or slower than its model with other sizes, too.
+        """
+        sizes, busy_s, times = interval.sizes, interval.busy_s, self.model.times
+        is_known = interval.valid & (busy_s > 0)
+        level = np.where(is_known, busy_s / np.maximum(times(sizes), 1e-9), 1.0)
+        (now_s, _), (then_s, _) = (
+            typical_longest(level * times(each), level * self.deviation(each), self.skew)
+            for each in (sizes, before)
+        )
+        # What a step takes beyond its longest rank is as it was.
+        instead_s = interval.step_s - now_s + then_s
+        return 1.0 - interval.step_s / instead_s if min(instead_s, interval.step_s) > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -144,6 +162,11 @@ class Gain:
     def error(self) -> float:
         """The standard error of ``share``."""
         return self.error_s / self.now_s
+
+    def scaled(self, kept: float) -> Gain:
+        """Return the gain of which so much is kept, but never nearly all of the step."""
+        share = min(kept * self.share, max(self.share, _MOST_GAIN))
+        return replace(self, then_s=(1.0 - share) * self.now_s)
 
 
 @dataclass

@@ -708,6 +708,9 @@ class LivePlan:
         """Log what rank 0's controller makes of an interval, once it has decided."""
         if self._log.path is None:
             return
+        judged = controller.judged
+        if judged is not None:
+            self._log.write("saved", step=step, plan_id=judged.plan_id, share=judged.realised_gain)
         if made is not None:
             self._log.write("decision", step=step, **asdict(made))
         fit, plan = controller.policy.fit, controller.plan

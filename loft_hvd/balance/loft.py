@@ -51,6 +51,9 @@ _GROWTH, _SHRINKING = 2, 4
 _KEPT = 0.10  # of a rank's time: so near a forecast has proven itself, or within two errors
 # Intervals that a rank is held at what is proven, and the most: they double each time.
 _HELD, _LONGEST = 8, 4096
+# Gains are promised as plans so far have kept what models said. Trust in models is that of a plan
+# which kept so much of a step; and so much less or more of what they say is promised at most.
+_TRUST, _LEAST_KEPT, _MOST_KEPT = 0.1, 0.3, 2.0
 # Shares of the way to the best sizes by mean times, which are tried too.
 _LESS = (0.5, 0.25)
 
@@ -84,6 +87,7 @@ class Forecast:
     times: RankFloats  # seconds of each rank with them
     errors: RankFloats  # their standard errors
     before: Measured  # the sizes that they replaced
+    gain: float = 0.0  # share of the step that the models said they would save; 0 for not said
 
 
 @dataclass
@@ -98,6 +102,9 @@ class LoftState:
     forecast: Forecast | None = None  # of the newest plan; None once it was judged
     num_undone: Count = 0  # plans
     aggregate_s: float = float("nan")  # what steps lately took beyond the slowest rank
+    # Of all plans in sum, as shares of a step: what models said that they save, what they saved.
+    foretold: float = 0.0
+    saved: float = 0.0
     # Expected, by not changing sizes so far, as a share of one interval; below the dead band.
     lost: Annotated[float, Within(0, 1)] = 0.0
     note: str = "nothing has been measured"  # why sizes are what they are
@@ -108,6 +115,12 @@ class LoftState:
         ranks = len(equal)
         proven, held = list(equal), [0] * ranks
         return cls(Past.of(ranks), Measured(equal), proven, held, next_held=[_HELD] * ranks)
+
+    @property
+    def kept(self) -> float:
+        """How much of what models say is promised."""
+        kept = (_TRUST + self.saved) / (_TRUST + self.foretold)
+        return float(np.clip(kept, _LEAST_KEPT, _MOST_KEPT))
 
     def hold(self, ranks: Bools) -> None:
         """Let ``ranks`` not grow beyond what is proven for a while."""
@@ -181,6 +194,7 @@ class Loft(Policy):
         self._source = None if source is None else np.asarray(source)
         self._told: Sequence[int] = ()  # of each rank, by a loader
         self._held: Held | None = None  # likewise
+        self._realised: float | None = None
         self._allowed: Callable[[Sizes], Allowed] = Allowed  # what a controller lets come of sizes
 
     def share_sources(self, source: Sequence[int]) -> None:
@@ -232,6 +246,10 @@ class Loft(Policy):
     def fit(self) -> Fit | None:
         return self._fit
 
+    @property
+    def realised(self) -> float | None:
+        return self._realised
+
     def recall(self, intervals: Sequence[Interval]) -> bool:
         """Learn from other worlds; sizes that a device has computed there count as proven."""
         state = self.state
@@ -257,12 +275,12 @@ class Loft(Policy):
         state.aggregate_s = before + 0.3 * (left_over - before)  # over about three intervals
         model = self._holding(replace(fit.model, aggregate_s=state.aggregate_s))
         fit = replace(fit, model=model)
-        self._fit = fit
+        self._fit, self._realised = fit, None
         if not self.is_adaptive:
             state.note = self._say_what_it_would_do(interval, fit)
             return None
         state.held = [max(left - 1, 0) for left in state.held]
-        undone = self._judge(interval, busy_s)
+        undone = self._judge(interval, fit, busy_s)
         return self._search(interval, fit) if undone is None else undone
 
     def _say_what_it_would_do(self, interval: Interval, fit: Fit) -> str:
@@ -292,7 +310,9 @@ class Loft(Policy):
         allowed = self._allowed(sizes)
         return Proposal(allowed.sizes, "; ".join((reason, *allowed.bars)))
 
-    def _announce(self, proposal: Proposal, interval: Interval, fit: Fit) -> Proposal | None:
+    def _announce(
+        self, proposal: Proposal, interval: Interval, fit: Fit, *, gain: float = 0.0
+    ) -> Proposal | None:
         """Remember what is expected of a legal proposal, so that it can be judged.
 
         One of the sizes that are in force is none: something barred what was wanted.
@@ -303,11 +323,11 @@ class Loft(Policy):
             return None
         before = Measured(now, interval.step_s, interval.step_error_s)
         sizes = proposal.sizes
-        state.forecast = Forecast(sizes, fit.model.times(sizes), fit.stderr(sizes), before)
+        state.forecast = Forecast(sizes, fit.model.times(sizes), fit.stderr(sizes), before, gain)
         state.note, state.lost = proposal.reason, 0.0
         return proposal
 
-    def _judge(self, interval: Interval, busy_s: float) -> Proposal | None:
+    def _judge(self, interval: Interval, fit: Fit, busy_s: float) -> Proposal | None:
         """Compare a new plan with its forecast; return what takes it back, None where it stays.
 
         Ranks say that they were busy for ``busy_s`` of a step, the longest of them in each.
@@ -318,6 +338,10 @@ class Loft(Policy):
         failed = np.zeros(len(sizes), bool)
         if forecast is not None and forecast.sizes == sizes:
             rivals.append(("the sizes before", forecast.before))
+            self._realised = fit.saved(interval, forecast.before.sizes)
+            if forecast.gain > 0:
+                state.foretold += forecast.gain
+                state.saved += self._realised
             errors = np.maximum(_KEPT * forecast.times, _SIGMAS * forecast.errors)
             failed = interval.valid & (interval.busy_s > forecast.times + errors)
         if sizes == state.equal.sizes:
@@ -361,9 +385,10 @@ class Loft(Policy):
         is_gain = left.share >= _LEAST_GAIN
         state.lost = min(state.lost + left.share, 1.0) if is_gain else 0.0
         if is_gain and state.lost >= self._dead_band:
-            reason = "; ".join((f"{left.share:.1%} less predicted", *allowed.bars))
-            proposal = Proposal(allowed.sizes, reason, left.then_s, left.now_s)
-            return self._announce(proposal, interval, fit)
+            promised = left.scaled(state.kept)
+            reason = "; ".join((f"{promised.share:.1%} less predicted", *allowed.bars))
+            proposal = Proposal(allowed.sizes, reason, promised.then_s, promised.now_s)
+            return self._announce(proposal, interval, fit, gain=left.share)
         state.note = _why_not(best, left, allowed.bars, lost=state.lost, dead_band=self._dead_band)
         return None
 
@@ -409,6 +434,11 @@ class Loft(Policy):
         if self._fit is not None:
             lines.append(summarise_fit(self._fit))
         lines += self._say_bound() + self._say_kept() + self._say_budgets()
+        if state.foretold > 0:
+            lines.append(
+                f"plans so far saved {state.saved:.1%} of a step in sum, where models had said "
+                f"{state.foretold:.1%}: {state.kept:.2f} times what they say is promised"
+            )
         if state.num_undone:
             lines.append(f"{state.num_undone} plans made steps longer and were undone")
         lines += [

@@ -87,6 +87,11 @@ class Policy(ABC):
     task: Task | None = None  # from ``start`` on; a state is of as many ranks
 
     @property
+    def realised(self) -> float | None:
+        """What the plan in force has saved of a step, if the newest interval was its first."""
+        return None
+
+    @property
     def text(self) -> str:
         """How a user would ask for it."""
         return self.name

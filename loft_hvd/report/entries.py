@@ -131,6 +131,14 @@ class DecisionLine(Line, Decision):
 
 
 @dataclass(frozen=True)
+class SavedLine(Line):
+    """What a plan saved of a step in its first interval."""
+
+    plan_id: Count
+    share: float
+
+
+@dataclass(frozen=True)
 class Scalars(Line):
     """What a script says of its training."""
 
@@ -273,6 +281,7 @@ _KINDS: dict[str, type[Line]] = {
     "rules": Rules,
     "plan": Plans,
     "decision": DecisionLine,
+    "saved": SavedLine,
     "times": Times,
     "fit": Fits,
     "scalars": Scalars,

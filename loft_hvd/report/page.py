@@ -21,6 +21,7 @@ from loft_hvd.report.entries import (
     Plans,
     Rules,
     Run,
+    SavedLine,
     Scalars,
     ScheduleLine,
     SpreadLine,
@@ -101,7 +102,8 @@ def _sections(read: Sequence[Line], title: str) -> Iterator[str]:
     yield from _noise(of_kind(NoiseLine, world), plans)
     yield from _predictions(world, times, plans, later)
     made = [passes.in_steps(each) for each in of_kind(DecisionLine, world)]
-    yield from _decisions(made, plans, times)
+    saved = {line.plan_id: line.share for line in of_kind(SavedLine, world)}
+    yield from _decisions(made, plans, times, saved)
     own = _by_rank("Each rank's own work", times, later, _BY_PACE, of=lambda each: each.busy_s)
     yield from own
     waits = _by_rank("Waits for other ranks", times, later, _BY_VALUE, of=lambda each: each.wait_s)
@@ -329,7 +331,10 @@ def _own_predictions(newest: Times, own: Mapping[int, float]) -> Iterator[str]:
 
 
 def _decisions(
-    made: Sequence[DecisionLine], plans: Sequence[Plans], times: Sequence[Times]
+    made: Sequence[DecisionLine],
+    plans: Sequence[Plans],
+    times: Sequence[Times],
+    saved: Mapping[int, float],
 ) -> Iterator[str]:
     if not made:
         return
@@ -339,17 +344,14 @@ def _decisions(
         until = next(start for start in starts if start > entry.first_step)
         # The interval in which a plan began has steps at its sizes only.
         taken = [step_s(each.ranks) for each in times if entry.first_step < each.step <= until]
-        gain = entry.predicted_gain
+        gains = entry.predicted_gain, saved.get(entry.plan_id)
         rows.append(
             (
                 f"{entry.plan_id}, from step {entry.first_step}",
                 _ms(entry.measured_s),
                 _ms(entry.predicted_s),
                 _ms(taken[0] if taken else None),
-                "-" if gain is None else f"{gain:.1%}",
-                "-"
-                if not (taken and entry.measured_s)
-                else f"{1 - taken[0] / entry.measured_s:.1%}",
+                *("-" if gain is None else f"{gain:.1%}" for gain in gains),
             )
         )
     head = ("plan", "before ms", "predicted ms", "realised ms", "should save", "saved")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,8 +37,8 @@ class PolicyRun:
     name: str  # of the policy, or the list of sizes that it stands for, such as "[96, 32]"
     step_s: Floats  # of every step, [steps]
     decisions: tuple[Decision, ...]  # every plan
-    # Share of the usual step that each plan saved, from the last interval before it to its first;
-    # None for the first plan and one that saw no interval.
+    # Share of the usual step that each plan saved in its first interval, against the sizes before
+    # it in those very steps; None for the first plan and one that saw no interval.
     realised_gain: tuple[float | None, ...]
     explanation: str = ""  # what the controller says at the end
     local: Floats = field(default_factory=lambda: np.zeros((0, 0)))  # samples, [steps, world_size]
@@ -164,10 +165,11 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
     peer_s = caches.peer_s if isinstance(caches, Stores) else None
     local: list[Floats] = []
     times: list[Floats] = []
-    usual: list[float] = []  # seconds of a step, of each interval
     decisions: list[Decision] = []
+    gains: list[float | None] = [None]  # of each plan that has begun
     sizes = np.array(controller.plan.sizes)
     in_force = 0  # steps that these sizes have been in force for
+    replaced: Ints | None = None  # sizes that a plan replaces which begins with this block
     # One block of steps an interval, as in training: the times of a block lead to a plan that
     # comes into force with the next one. Only the oracle plans for the block that it is in.
     for first in range(0, scenario.steps, scenario.interval):
@@ -177,15 +179,21 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
             best = exact(model, controller.task.global_batch_size, controller.task.bounds)
             if not decisions or best != decisions[-1].sizes:
                 decisions.append(Decision(len(decisions), first, best, "knows the true times"))
+                replaced = sizes if first else None
             sizes = np.array(best)
+        instead = None if replaced is None else _fork(caches).serve(first, last, replaced)
         served = caches.serve(first, last, sizes)
         if isinstance(caches, Stores):
             controller.policy.share_held(caches.held())
         local.append(served.local)
         block = cluster.run(first, sizes, served, steps_at_sizes=in_force, peer_s=peer_s)
         times.append(block.step_s)
-        usual.append(float(typical(block.step_s)[0]))
         in_force += last - first
+        if replaced is not None and instead is not None:
+            other = cluster.run(first, replaced, instead, steps_at_sizes=first, peer_s=peer_s)
+            usual, other_usual = (typical(each.step_s)[0] for each in (block, other))
+            gains.append(float(1.0 - usual / other_usual))
+            replaced = None
         if policy == ORACLE:
             continue
         told = cluster.report(block, controller.is_settled)
@@ -200,24 +208,18 @@ def _run_policy(scenario: Scenario, policy: str | Sequence[int], draws: Draws) -
         )
         plan = controller.decide(last)
         if plan is not None:
-            sizes, in_force = np.array(plan.sizes), 0
+            replaced, sizes, in_force = sizes, np.array(plan.sizes), 0
     made = tuple(decisions) if policy == ORACLE else tuple(controller.history)
     name = policy if isinstance(policy, str) else str(list(policy))
-    gains = _realised(made, usual, scenario.interval)
+    gains += [None] * (len(made) - len(gains))  # of plans that nobody trained by
     explanation = "" if policy == ORACLE else controller.explain()
-    return PolicyRun(name, np.concatenate(times), made, gains, explanation, np.concatenate(local))
+    step_s, kept = np.concatenate(times), np.concatenate(local)
+    return PolicyRun(name, step_s, made, tuple(gains), explanation, kept)
 
 
-def _realised(
-    decisions: Sequence[Decision], usual: Sequence[float], interval: int
-) -> tuple[float | None, ...]:
-    """Return what each plan saved, from the usual step seconds of all intervals."""
-    gains: list[float | None] = []
-    for made in decisions:
-        after = made.first_step // interval  # its first interval
-        seen = 0 < after < len(usual)
-        gains.append(1.0 - usual[after] / usual[after - 1] if seen else None)
-    return tuple(gains)
+def _fork(caches: _Caches | Stores) -> _Caches | Stores:
+    """Return a copy that may serve other sizes, and leaves what ranks keep as it is."""
+    return copy.deepcopy(caches) if isinstance(caches, Stores) else copy.copy(caches)
 
 
 def rows(results: Results) -> list[list[str]]:

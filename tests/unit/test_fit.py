@@ -47,6 +47,24 @@ def test_the_fit_predicts_sizes_it_has_not_seen(overlap: float | None) -> None:
         assert fit.model.times(sizes) == pytest.approx(model.times(sizes), rel=0.08), f"seed {seed}"
 
 
+def test_what_sizes_saved_is_judged_by_the_speeds_of_their_own_interval() -> None:
+    model = StepModel.build(3, compute_s=[1e-3, 2e-3, 3e-3], aggregate_s=0.02)
+    before, now = [60, 60, 60], [96, 50, 34]
+    fitter = Fitter(3)
+    feed(fitter, model, [before, [80, 60, 40], before, [80, 60, 40]], noise=0.01)
+    fit = fitter.fit()
+    assert fit is not None
+    # All ranks have become three times as slow since: a step is longer, and would have been longer
+    # by more.
+    slow = replace(model, compute_s=3 * model.compute_s)
+    rows, step_s = measure(slow, tuple(now), seed=[9], noise=0.01, steps=20)
+    interval = Interval(0, np.array(now), rows, np.ones(3, bool), step_s)
+    assert step_s > model.step_s(before)
+    saved = 1 - slow.step_s(now) / slow.step_s(before)
+    assert fit.saved(interval, before) == pytest.approx(saved, abs=0.03)
+    assert fit.saved(interval, now) == pytest.approx(0, abs=1e-9)
+
+
 def test_one_size_cannot_tell_fixed_from_per_sample_and_says_so() -> None:
     model = StepModel.build(2, compute_fixed_s=0.05, compute_s=1e-3)
     fitter = Fitter(2)

@@ -12,6 +12,7 @@ import pytest
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
+from loft_hvd.balance.fit import Gain
 from loft_hvd.balance.interval import COLUMNS, Interval
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.balance.loft import Loft, LoftState, Measured, _is_longer
@@ -23,7 +24,7 @@ from loft_hvd.transport import waits
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.clock import Clock
 from tests.support.clusters import drive, measure, observe
-from tests.support.scenarios import hiccup_scenario, wide_scenario
+from tests.support.scenarios import hiccup_scenario, rough_scenario, wide_scenario
 
 EVEN = StepModel.build(4, compute_fixed_s=0.01, compute_s=4e-3)
 
@@ -253,6 +254,33 @@ def test_noisy_ranks_gain_what_was_predicted(seed: int) -> None:
     assert predicted is not None
     assert realised is not None
     assert 1 / 1.3 <= predicted / realised <= 1.3, (predicted, realised)
+
+
+@pytest.mark.parametrize("seed", [3, 104])  # a leak, and waves
+def test_what_plans_saved_is_told_as_it_was(seed: int) -> None:
+    """What the policy reports, against the same steps with the sizes before."""
+    run = simulate(replace(rough_scenario(seed, steps=1000), policies=("loft",))).run("loft")
+    pairs = [
+        (made.realised_gain, gain)
+        for made, gain in zip(run.decisions, run.realised_gain, strict=True)
+        if made.realised_gain is not None and gain is not None
+    ]
+    told, true = np.array(pairs).T
+    assert len(told) == len(run.decisions) - 1 > 5
+    assert np.median(np.abs(told - true)) <= 0.01
+    assert told.sum() == pytest.approx(true.sum(), rel=0.15)
+
+
+def test_models_whose_word_was_not_kept_are_believed_less() -> None:
+    state = LoftState.of((64, 64))
+    assert state.kept == 1.0
+    state.foretold, state.saved = 0.5, 0.2
+    assert state.kept == pytest.approx(0.5)
+    state.foretold, state.saved = 5.0, -1.0
+    assert state.kept == 0.3
+    gain = Gain(1.0, 0.5, 0.1)
+    assert gain.scaled(0.5).then_s == pytest.approx(0.75)
+    assert gain.scaled(2.0).share == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("seed", [58, 115])  # by mean times alone: 2.6 and 3.4 % above

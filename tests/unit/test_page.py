@@ -15,7 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loft_hvd.balance.controller import Decision
 from loft_hvd.balance.interval import RankTimes
+from loft_hvd.balance.plan import Plan
 from loft_hvd.errors import DataError
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.page import render_page
@@ -178,6 +180,16 @@ def test_a_page_of_extreme_numbers_is_still_one() -> None:
     store = {"kind": "store", "step": 3, "epoch": 0, "ranks": []}
     page = render_page([*scalars, nobody, plans, store], title="x")
     assert not re.search(r'[" ,]-?(nan|inf)', page)
+
+
+def test_a_page_shows_what_plans_should_save_and_saved(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write("plan", **Plan(1, 20, (80, 48)).fields())
+    made = Decision(1, 20, (80, 48), "5.0% less predicted", 0.19, 0.05, 0.2)
+    log.write("decision", step=15, **asdict(made))
+    assert "<td>5.0%</td><td>-</td>" in page_of(log)
+    log.write("saved", step=40, plan_id=1, share=0.0412)
+    assert "<td>5.0%</td><td>4.1%</td>" in page_of(log)
 
 
 def of_interval(log: RunLog, step: int, *, since: int | None) -> None:
