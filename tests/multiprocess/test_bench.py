@@ -39,6 +39,7 @@ def test_bench_allreduce_writes_every_contestant(tmp_path: Path) -> None:
     assert [line for line in done.stderr.splitlines() if " of 3 rounds" in line] == told
 
 
+@pytest.mark.long
 def test_bench_step_times_whole_steps_and_traces_their_stages(tmp_path: Path) -> None:
     options = {"model": "resnet18", "batch": 2, "rounds": 3, "trace": str(tmp_path / "t.json")}
     options |= {"scopes": True, "steps_before": 2}

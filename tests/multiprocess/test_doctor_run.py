@@ -16,6 +16,7 @@ pytestmark = pytest.mark.multiprocess
 _SAYS = "the robust all-reduce is right on rank"
 
 
+@pytest.mark.long
 def test_doctor_run_is_right_and_exits_0() -> None:
     program = Path(sys.executable).with_name("loft-hvd")
     done = subprocess.run(

@@ -42,6 +42,7 @@ def test_unequal_cluster_gives_the_slow_rank_fewer_samples() -> None:
     assert sizes[2] < 0.75 * min(sizes[:2]), output
 
 
+@pytest.mark.long
 def test_ddp_under_torchrun_leaves_the_faulty_rank_out() -> None:
     options = ["--batch-sizes", "16,16,8,4", "--faulty", "3", "--epochs", "2"]
     output = torchrun(4, "examples/ddp.py", *options)

@@ -16,6 +16,7 @@ JOB = "tests/multiprocess/jobs/memory.py"
 HOLDS = 20
 
 
+@pytest.mark.long
 def test_out_of_memory_names_rank_and_size_everywhere_and_is_remembered(tmp_path: Path) -> None:
     env = {"LOFT_HVD_LOG_DIR": str(tmp_path)}
     failed = launch(3, [JOB], timeout_s=60, env=env)

@@ -60,6 +60,7 @@ def test_connections_between_ranks_end_with_the_engine() -> None:
     assert len(re.findall(says, done.output)) == 3, done.output[-4000:]
 
 
+@pytest.mark.long
 def test_shared_memory_ends_with_the_engine_and_comes_with_the_next() -> None:
     done = launch(3, ["tests/multiprocess/jobs/shared_memory.py"], timeout_s=60)
     done.succeeded()

@@ -14,6 +14,7 @@ JOB = "tests/multiprocess/jobs/sub_batches.py"
 LIMIT_S = 20.0
 
 
+@pytest.mark.long
 def test_a_metric_of_the_engines_in_each_sub_batch_ends_with_both_places_named() -> None:
     done = launch(3, [JOB, "engine"], timeout_s=80)
     says = (

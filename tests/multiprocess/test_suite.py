@@ -17,7 +17,8 @@ long, whole = pytest.mark.long, pytest.mark.whole
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "mesh", "tests"),
     [
-        ("gloo", 1, "auto", RANKS),
+        ("gloo", 1, "auto", CONFORM),
+        pytest.param("gloo", 1, "auto", RANKS, marks=long),
         pytest.param("gloo", 2, "auto", CONFORM, marks=long),
         pytest.param("gloo", 2, "auto", RANKS, marks=whole),  # two ranks, all of it: mpi
         ("gloo", 3, "auto", RANKS),
@@ -28,7 +29,8 @@ long, whole = pytest.mark.long, pytest.mark.whole
         pytest.param("gloo", 3, "on", RANKS, marks=whole),
         pytest.param("gloo", 4, "auto", RANKS, marks=whole),
         pytest.param("mpi", 1, "auto", CONFORM, marks=whole),
-        ("mpi", 2, "off", RANKS),
+        ("mpi", 2, "off", CONFORM),
+        pytest.param("mpi", 2, "off", RANKS, marks=long),
         pytest.param("mpi", 3, "auto", RANKS, marks=whole),
         pytest.param("mpi", 4, "auto", CONFORM, marks=long),
     ],
