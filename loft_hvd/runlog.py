@@ -4,9 +4,9 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 
 * ``run``: ``world_size``, ``host`` (rank 0's), ``script``, its ``commit`` where it lies in a git
   repository, ``version`` of this package; with a balancer ``global_batch_size``, ``policy``,
-  ``devices`` and ``caps`` [world_size], ``times_at``, the step of the first times,
-  ``num_passes``, the batches of an optimizer step from here on, and ``next_batch``, which begins
-  the next one;
+  ``devices``, ``caps`` and ``nodes``, each rank's node by number, [world_size], ``times_at``, the
+  step of the first times, ``num_passes``, the batches of an optimizer step from here on, and
+  ``next_batch``, which begins the next one;
 * ``schedule``: ``times_at``, ``num_passes`` and ``next_batch``, where they have changed since;
 * ``rules``: ``rules`` of an optimizer as text, ``over``, the ranks of a worker; ``watched_from``,
   the step of the first ``suspicion``, or null, where ``note`` says why nobody is watched;
@@ -18,6 +18,11 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
   from the fastest to the slowest;
 * ``fit``: ``ranks``, what the policy's models say of the same ranks, as in ``fit_record``;
   ``plan_id`` and ``predicted_s``, what a step of the newest plan should take from now on;
+  ``exposed_s``, what steps lately took beyond the usual longest rank's own work;
+* ``exchange``: of rank 0's ``num_steps`` steps after ``since``, the usual ``whole_s`` from the
+  first bucket's start to the last one's end, and ``waited_s`` that the script waited, for ranks
+  that come later too; ``num_bytes`` of the gradients, ``lane``, and ``bytes_per_s`` that the
+  slowest rank can send on it, or null;
 * ``decision``: why a plan was made, as in ``Decision``;
 * ``saved``: ``plan_id`` and ``share``, what it saved of a step in its first interval, against the
   sizes before it at the ranks' speeds of then;
@@ -42,7 +47,8 @@ Every line has ``kind``, ``time_s`` (seconds since 1970) and ``step`` (optimizer
 
 A number that is not finite is null.
 
-``times``, ``fit``, ``explain``, ``links``, ``noise``, ``suspicion`` and ``scalars`` are passing:
+``times``, ``fit``, ``exchange``, ``explain``, ``links``, ``noise``, ``suspicion`` and ``scalars``
+are passing:
 the newest say most. When the file has reached its limit, half of the lines of each passing kind are
 taken out, the older the more, so that the whole run stays in sight. Lines of the other kinds are
 never taken out. While the disk is full they wait in memory, and passing ones are left out.
@@ -92,7 +98,7 @@ MOST_ROWS = 32  # ranks or workers in a line: a line of 1,000 has 400 kB, one of
 # 0.08 s of one core, once in some 16 hours of 8 ranks.
 _MAX_BYTES = 16 * 1024 * 1024
 _MOST_READ = 8 * _MAX_BYTES  # of a file from anywhere: what must stay is not in the bound
-_PASSING = ("times", "fit", "explain", "links", "noise", "suspicion", "scalars")
+_PASSING = ("times", "fit", "exchange", "explain", "links", "noise", "suspicion", "scalars")
 _PASSING_HEAD = re.compile(
     rb'{"kind": "(' + "|".join(_PASSING).encode() + rb')", "time_s": [^,]+, "step": (\d+)'
 )

@@ -335,7 +335,7 @@ def fit_record(fit: Fit, ranks: Sequence[int], *, sizes: Sequence[int]) -> list[
     """Return what a fit says of some ranks, JSON-able: terms in seconds, an entry a rank.
 
     ``predicted_s`` is its own work on a batch of ``sizes`` [world_size], and ``error_s`` the
-    standard error of that; both are NaN where no model fits.
+    standard error of that; both are NaN where no model fits. ``errors`` are those of the terms.
     """
     model = fit.model
     predicted = np.where(fit.is_poor, np.nan, model.times(sizes))
@@ -346,6 +346,7 @@ def fit_record(fit: Fit, ranks: Sequence[int], *, sizes: Sequence[int]) -> list[
             "predicted_s": float(predicted[rank]),
             "error_s": float(errors[rank]),
             **{term: float(getattr(model, term)[rank]) for term in _TERMS},
+            "errors": fit.term_errors(rank),
             "overlap": float(model.overlap[rank]),
             "hits": float(model.hits[rank]),
             "is_poor": bool(fit.is_poor[rank]),

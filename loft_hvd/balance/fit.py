@@ -7,6 +7,7 @@ any batch, how much does overlap hide, how do single steps vary?
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -91,6 +92,15 @@ class Fit:
         fetch_s = fetch_shown * self.fetch.level_error * self.fetch.predict(fetch)
         compute_s = compute_shown * self.compute.level_error * self.compute.predict(compute)
         return np.hypot(fetch_s, compute_s)
+
+    def term_errors(self, rank: int) -> dict[str, float]:
+        """Return the standard errors of a rank's terms, seconds, by the terms' names."""
+        parts = ((self.fetch, _FETCH_TERMS), (self.compute, _COMPUTE_TERMS))
+        return {
+            name: math.sqrt(max(float(variance), 0.0))
+            for part, names in parts
+            for name, variance in zip(names, part.covariance[rank].diagonal(), strict=True)
+        }
 
     def deviation(self, sizes: npt.ArrayLike) -> Floats:
         """Return the standard deviation of each rank's single steps, seconds, [world_size]."""

@@ -23,6 +23,7 @@ from loft_hvd.balance.plan import MOST_MICRO, Sizes, count_micro
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, PlanError
 from loft_hvd.topology import cpu_name
+from loft_hvd.transport.agreement import digest
 from loft_hvd.transport.base import Channel, Transport
 
 __all__ = ["Device", "RankLimits", "assume_limits", "meet"]
@@ -64,6 +65,7 @@ class RankLimits:
     splits: bool = False  # a share beyond a rank's cap is computed in micro-batches
     first: Sizes = ()  # that adaptive ones start from, [world_size]; empty for equal ones
     num_micro: int = 1  # of which any rank may have so many, where samples go by cost
+    nodes: tuple[int, ...] = ()  # number of each rank's node, [world_size]; empty until ranks meet
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -203,7 +205,7 @@ def meet(
     ``own_cap``, just found for this rank's own device, goes before all others.
     """
     channel = Channel(transport, "loft.balancer")
-    devices, fresh = _tell_devices(channel, own_cap=own_cap)
+    devices, nodes, fresh = _tell_devices(channel, own_cap=own_cap)
     caps = torch.tensor([found.get(device.key, _NO_CAP) for device in devices], dtype=torch.int64)
     channel.sub("caps").broadcast(caps, what="broadcast of caps")
     # What counts, from last to first: just found, known to rank 0, known here of devices that are
@@ -213,7 +215,7 @@ def meet(
     here = {device.key for device in devices}
     away = {key: cap for key, cap in found.items() if key not in here}
     limits = RankLimits.of(options, devices, {**away, **known, **fresh})
-    return replace(limits, first=_first_sizes(channel, options, devices))
+    return replace(limits, first=_first_sizes(channel, options, devices), nodes=nodes)
 
 
 def _first_sizes(channel: Channel, options: BalancerOptions, devices: Sequence[Device]) -> Sizes:
@@ -235,24 +237,28 @@ def _first_sizes(channel: Channel, options: BalancerOptions, devices: Sequence[D
 
 def _tell_devices(
     channel: Channel, *, own_cap: int | None
-) -> tuple[tuple[Device, ...], dict[str, int]]:
-    """Return all ranks' devices, [world_size], and the caps just found, by ``Device.key``."""
+) -> tuple[tuple[Device, ...], tuple[int, ...], dict[str, int]]:
+    """Return all ranks' devices and nodes, [world_size], and the caps just found, by their keys."""
     host, name, is_cuda = own_device()
     cap = _NO_CAP if own_cap is None else own_cap
     texts = [text.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") for text in (host, name)]
-    # [194]: the cap, whether the device is a CUDA device, 96 bytes of the host, 96 of the device.
-    row = torch.tensor([cap, int(is_cuda), *texts[0], *texts[1]], dtype=torch.int64)
+    # [195]: the cap, whether the device is a CUDA device, a digest of the node, 96 bytes of the
+    # host, 96 of the device. Several hosts may be one node, as containers on a machine are.
+    node = digest(channel.transport.node)
+    row = torch.tensor([cap, int(is_cuda), node, *texts[0], *texts[1]], dtype=torch.int64)
     rows = channel.sub("devices").allgather_rows(row)
     numbers: Counter[str] = Counter()
     devices, caps = [], {}
+    nodes: dict[int, int] = {}  # the number of each
     # Ranks of a host are counted in the order of their ranks, so that all ranks number alike.
-    for cap, is_cuda, *letters in rows.tolist():
+    for cap, is_cuda, node, *letters in rows.tolist():
         host, name = _text(letters[:_NAME_BYTES]), _text(letters[_NAME_BYTES:])
         devices.append(Device(host, numbers[host], name, bool(is_cuda)))
         numbers[host] += 1
+        nodes.setdefault(node, len(nodes))
         if cap > 0:
             caps[devices[-1].key] = cap
-    return tuple(devices), caps
+    return tuple(devices), tuple(nodes[node] for node in rows[:, 2].tolist()), caps
 
 
 def _text(letters: list[int]) -> str:

@@ -428,6 +428,7 @@ class LivePlan:
             policy=self._options.policy.text,
             devices=[f"{device.key} {device.name}" for device in self._limits.devices],
             caps=list(self._limits.caps),
+            nodes=list(self._limits.nodes) or None,
         )
         self._write_plans()
 
@@ -722,6 +723,7 @@ class LivePlan:
                 step=step,
                 plan_id=plan.plan_id,
                 predicted_s=fit.gain(plan.sizes, plan.sizes).now_s if is_known else None,
+                exposed_s=fit.model.aggregate_s,
                 ranks=fit_record(fit, shown, sizes=plan.sizes),
             )
         self._log.write("explain", step=step, text=controller.explain())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from loft_hvd.fleet.jobs import Fleet, Job
 from loft_hvd.fleet.measured import LoggedRun, layout_of, read_log, usual_longest
+from loft_hvd.fleet.place import show_rate
 from loft_hvd.fleet.rate import Prediction, predict
 
 __all__ = ["LogCheck", "check_log", "check_table", "describe_check"]
@@ -51,7 +52,7 @@ def describe_check(check: LogCheck) -> list[str]:
     """Say what a step took and should have taken, and of what."""
     predicted, rest_s = check.predicted, check.step_s - check.longest_s
     ratio = predicted.step_s / check.step_s - 1.0
-    return [
+    lines = [
         f"{check.run.path.name}: a step took {1e3 * check.step_s:.4g} ms, predicted "
         f"{1e3 * predicted.step_s:.4g} ms ({ratio:+.1%})"
         + ("; MORE THAN 10 % APART" if check.is_apart else ""),
@@ -60,6 +61,19 @@ def describe_check(check: LogCheck) -> list[str]:
         f"exchange and all else: {1e3 * rest_s:.4g} ms, predicted "
         f"{1e3 * predicted.exchange.exposed_s:.4g} ms ({predicted.exchange.way})",
     ]
+    if (sent := check.run.exchange) is not None:
+        lines.append(
+            f"from the first bucket's start to the last one's end: {1e3 * sent.whole_s:.4g} ms on "
+            f"rank 0, waits for later ranks included, predicted "
+            f"{1e3 * predicted.exchange.seconds:.4g} ms without ({sent.lane})"
+        )
+        if sent.bytes_per_s is not None:
+            slowest = min(host.link_bytes_per_s for host, _ in predicted.layout.hosts)
+            lines.append(
+                f"the slowest rank sent {show_rate(sent.bytes_per_s)} in the mesh's own trial; the "
+                f"slowest link of these hosts is said to carry {show_rate(slowest)}"
+            )
+    return lines
 
 
 def check_table(check: LogCheck) -> list[list[str]]:

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +26,15 @@ from loft_hvd.fleet.rate import typical_unit
 from loft_hvd.fleet.traffic import HostRanks, Layout, exchange
 from loft_hvd.runlog import newest_log, read_run_log
 
-__all__ = ["LoggedRun", "Origin", "layout_of", "read_log", "usual_longest", "with_logs"]
+__all__ = [
+    "LoggedExchange",
+    "LoggedRun",
+    "Origin",
+    "layout_of",
+    "read_log",
+    "usual_longest",
+    "with_logs",
+]
 
 T = TypeVar("T")
 _NORMAL_FIFTH = 0.8416  # as in balance/fit.py
@@ -41,6 +49,18 @@ class Origin:
 
     text: str  # in plain words
     error: float | None = None  # standard error of a step's time, as a share; None: not known
+    samples: float = 0.0  # of the batches that were measured
+    slope_s: float = 0.0  # standard error of what one sample more takes
+
+    def error_at(self, samples: float, busy_s: float) -> float | None:
+        """Return the standard error of a rank's time with another batch, as a share.
+
+        What is known best is the time of the batch that was measured: the further off, the more
+        it counts how well the cost of a sample is known.
+        """
+        if self.error is None or busy_s <= 0:
+            return self.error
+        return math.hypot(self.error, self.slope_s * (samples - self.samples) / busy_s)
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,18 @@ class _LoggedWorld:
     global_batch_size: int
     devices: list[str]  # "host/number name" of each rank
     caps: list[int | None]
+    nodes: list[int] | None = None  # number of each rank's; None in logs of an earlier version
+
+
+@dataclass(frozen=True)
+class LoggedExchange:
+    """A line ``exchange``."""
+
+    lane: str
+    num_steps: Count
+    whole_s: float
+    waited_s: float
+    bytes_per_s: float | None = None  # that the slowest rank can send; None where nobody tried
 
 
 @dataclass(frozen=True)
@@ -69,6 +101,7 @@ class _LoggedFit:
     is_poor: bool
     unclear: list[str]
     error_s: float = math.nan  # standard error of ``predicted_s``
+    errors: dict[str, float] = field(default_factory=dict)  # of the terms; none in older logs
 
 
 @dataclass(frozen=True)
@@ -116,6 +149,12 @@ class LoggedRun:
     steps: int
     caps: dict[int, int]  # known of each rank
     planned: list[int]  # sizes of the newest plan, [world_size]
+    exchange: LoggedExchange | None = None  # the newest; None in older logs
+
+    def num_beside(self, rank: int) -> int:
+        """Return how many ranks share a rank's link."""
+        places = self.world.nodes or self.hosts
+        return places.count(places[rank])
 
     @property
     def hosts(self) -> list[str]:
@@ -169,7 +208,9 @@ def read_log(path: str | Path) -> LoggedRun:
     fits = {each.rank: each for each in read(_LoggedFits, newest["fit"]).ranks}
     times = {each.rank: each for each in measured.ranks}
     planned = read(_LoggedPlan, newest["plan"]).sizes if "plan" in newest else []
-    if not (times and size == world.world_size and max({*fits, *times}) < size):
+    nodes = world.nodes or [0] * size
+    is_whole = size == world.world_size == len(nodes)
+    if not (times and is_whole and max({*fits, *times}) < size):
         raise PlanError(
             f"run log {path}: {size} devices for world_size={world.world_size}, with times of "
             f"ranks {sorted(times)} and fits of {sorted(fits)}; it is damaged: give another"
@@ -185,6 +226,7 @@ def read_log(path: str | Path) -> LoggedRun:
         measured.step,
         caps | {each.rank: each.cap for each in found},
         planned if len(planned) == size else [0] * size,
+        read(LoggedExchange, newest["exchange"]) if "exchange" in newest else None,
     )
 
 
@@ -307,7 +349,7 @@ def _own_remote_s(fleet: Fleet, run: LoggedRun, fit: _LoggedFit, data: DataSet) 
     host = next((each for each in fleet.hosts if _is_same(each.name, name)), None)
     if fit.shared_s > 0 or host is None:  # the link is the shared source, or is not known
         return fit.remote_s
-    on_link_s = data.sample_bytes * run.hosts.count(name) / host.link_bytes_per_s
+    on_link_s = data.sample_bytes * run.num_beside(fit.rank) / host.link_bytes_per_s
     return max(fit.remote_s - on_link_s, 0.0)
 
 
@@ -345,7 +387,15 @@ def _origin(run: LoggedRun, ranks: Sequence[int], *, now_s: float) -> Origin:
         f"{shown if run.num_ranks > len(run.times) else ''}, {steps} batches in the newest "
         f"interval of {run.path.name}" + (f", +-{error:.1%}" if error is not None else "")
     )
-    return Origin(text, error)
+    samples = statistics.median(run.times[rank].samples for rank in ranks)
+    slope_s = statistics.median(_slope_error_s(run.fits[rank], run.times[rank]) for rank in ranks)
+    return Origin(text, error, samples, slope_s)
+
+
+def _slope_error_s(fit: _LoggedFit, times: RankTimes) -> float:
+    """Return the standard error of what one sample more takes a rank; 0 where a log lacks it."""
+    counts = {"compute_s": times.samples, "local_s": times.local, "remote_s": times.remote}
+    return math.hypot(*(fit.errors.get(name, 0.0) for name, count in counts.items() if count > 0))
 
 
 def layout_of(fleet: Fleet, job: Job, run: LoggedRun) -> tuple[Layout, list[int]]:

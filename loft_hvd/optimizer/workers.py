@@ -18,6 +18,7 @@ from loft_hvd.errors import AggregationError, LoftError, UsageError
 from loft_hvd.optimizer.options import OptimizerOptions
 from loft_hvd.optimizer.parameters import ReducedParameters, check_none_thawed
 from loft_hvd.optimizer.replicas import ReplicaCheck
+from loft_hvd.pipeline.exchange_log import ExchangeLog
 from loft_hvd.pipeline.gradients import OutgoingHooks, ReducerSettings
 from loft_hvd.pipeline.levels import exchange_maker
 from loft_hvd.pipeline.link_log import LinkLog
@@ -244,6 +245,11 @@ class OptimizerWorld:
             judgement=self._judgement,
             momentum=self._momentum,
         )
+        self._exchanges = ExchangeLog(
+            self.log,
+            self._reducer.engine.lane,
+            num_bytes=sum(spec.num_bytes for spec in found.specs),
+        )
 
     def gather_outgoing(self, values: Tensor, *, name: str) -> Tensor:
         """Return every rank's values of a bucket, [world_size, numel]; see the wrapper's."""
@@ -309,6 +315,7 @@ class OptimizerWorld:
         self._batches.hold(self._judgement.watch.absent_ranks)
         self._batches.note_noise(self._judgement.noise)
         self._batches.step_ended()
+        self._exchanges.step_ended(self._reducer.exchange)
         if self._links is not None:
             self._links.step_ended()
 

@@ -246,6 +246,11 @@ class Engine:
         return self._members[index].reduction.is_sum
 
     @property
+    def lane(self) -> Lane:
+        """What the first bucket's values take; all others of its device do too."""
+        return self._lane_of(self.buckets[0].device)
+
+    @property
     def next_bucket(self) -> int:
         """Index of the next bucket to start; the number of buckets when all are on their way."""
         return self._num_queued

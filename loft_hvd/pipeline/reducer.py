@@ -22,6 +22,7 @@ from loft_hvd.pipeline.buckets import (
     lay_out,
 )
 from loft_hvd.pipeline.engine import Engine
+from loft_hvd.pipeline.exchange_log import ExchangeTimes
 from loft_hvd.pipeline.gradients import Gradients, OutgoingHooks, ReducerSettings
 from loft_hvd.pipeline.momentum import Blend, WorkerMomentum
 from loft_hvd.pipeline.passes import Passes, StepSource
@@ -98,6 +99,8 @@ class GradientReducer:
         self._unused = Unused(channel, [spec.name for spec in specs])
         self._arrivals: list[int] | None = []  # by parameter, until they have become the layout
         self._take_layout(lay_out(specs, bucket_bytes=settings.bucket_bytes), channel)
+        self._began_s = 0.0  # when the first bucket of a step has started
+        self.exchange: ExchangeTimes | None = None  # of the newest step; None where none was sent
         self._clear_step()
         self._handles = [handle for i in range(len(parameters)) for handle in self._hook(i)]
 
@@ -214,7 +217,12 @@ class GradientReducer:
             self._unready[bucket.index] -= 1
             # By index, not as they fill: a full bucket waits for those before it on every rank.
             while (at := self.engine.next_bucket) < len(self.buckets) and self._unready[at] == 0:
-                self.engine.start(at)
+                self._start(at)
+
+    def _start(self, index: int) -> None:
+        if index == 0:
+            self._began_s = time.monotonic()
+        self.engine.start(index)
 
     def _scale(self, bucket: Bucket) -> float | Blend:
         """Return what this rank's gradients are multiplied by before they are sent."""
@@ -259,10 +267,10 @@ class GradientReducer:
         if self._world_size > 1:
             self._passes.fix_weights()
             for index in range(self.engine.next_bucket, len(self.buckets)):
-                self.engine.start(index)
+                self._start(index)
             # Evidence goes out once all buckets are queued, so at one place in every rank's order.
             self._judgement.computing_ended()
-            self.engine.finish(meanwhile=self._judgement.score)
+            self._finish()
             if self.audit is not None:
                 self.audit.step_reduced()
             self._multiply_means(self._passes.mean_factor)
@@ -293,6 +301,13 @@ class GradientReducer:
             self.engine.judge_by(is_model=self._judgement.is_model)
         self._passes.step_reduced()
         self._clear_step()
+
+    def _finish(self) -> None:
+        """Wait until all buckets are there."""
+        ended_s = time.monotonic()  # of this rank's own computing
+        self.engine.finish(meanwhile=self._judgement.score)
+        now = time.monotonic()
+        self.exchange = ExchangeTimes(now - self._began_s, now - ended_s)
 
     def _multiply_all(self, factor: float) -> None:
         """Multiply the gradients of a rank that is alone; 0 leaves nothing of a NaN."""

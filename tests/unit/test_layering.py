@@ -164,6 +164,7 @@ _LAYERS = {
     "pipeline/reduction.py": 4,
     "pipeline/flights.py": 4,
     "pipeline/link_log.py": 4,
+    "pipeline/exchange_log.py": 4,
     "pipeline/passes.py": 4,
     "pipeline/engine.py": 4,
     "pipeline/scatter.py": 4,

@@ -16,6 +16,7 @@ from loft_hvd.fleet.check_log import check_log, check_table, describe_check
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
 from loft_hvd.fleet.measured import layout_of, read_log, with_logs
 from loft_hvd.fleet.rate import predict
+from loft_hvd.fleet.run import describe, plan_job, show_time
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.live import SECONDS, Run
 
@@ -39,7 +40,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> str:
     host = own_device()[0]
     text = path.read_text()
     assert f'"{host}/0 ' in text
-    return text.replace(f'"{host}/0 ', '"quick/0 ').replace(f'"{host}/1 ', '"slow/0 ')
+    text = text.replace(f'"{host}/0 ', '"quick/0 ').replace(f'"{host}/1 ', '"slow/0 ')
+    assert '"nodes": [0, 0]' in text
+    return text.replace('"nodes": [0, 0]', '"nodes": [0, 1]')
 
 
 def changed(text: str, kind: str, change: Callable[[dict[str, Any]], None]) -> str:
@@ -147,6 +150,54 @@ def test_caps_and_what_a_remote_sample_costs_beside_its_bytes(tmp_path: Path, lo
     assert found["A"].remote_s == pytest.approx(2e-3)
 
 
+def test_ranks_of_containers_on_a_node_share_its_link(tmp_path: Path, log: str) -> None:
+    def share(entry: dict[str, Any]) -> None:
+        entry["nodes"] = [0, 0]
+
+    def fetch(entry: dict[str, Any]) -> None:
+        entry["ranks"][0] |= {"remote_s": 3e-3, "unclear": []}
+
+    def read(entry: dict[str, Any]) -> None:
+        entry["ranks"][0] |= {"remote": 5.0}
+
+    text = changed(changed(log, "fit", fetch), "times", read)
+    fleet = replace(FLEET, data=[DataSet("d", 1000, 1e6)])
+    job = job_of(tmp_path, changed(text, "run", share), data="d")
+    # 2 ms of a sample's 3 are its bytes on a link of 1 GB/s that two ranks share.
+    assert with_logs(fleet, job, now_s=0.0)[0].models["A"].remote_s == pytest.approx(1e-3)
+
+
+def test_a_time_is_known_less_well_far_from_the_batches_measured(tmp_path: Path, log: str) -> None:
+    def doubt(entry: dict[str, Any]) -> None:
+        for rank in entry["ranks"]:
+            rank |= {"error_s": 0.01 * rank["predicted_s"], "errors": {"compute_s": 1e-4}}
+
+    job = job_of(tmp_path, changed(log, "fit", doubt), model_bytes=4.0)
+    origin = with_logs(FLEET, job, now_s=0.0)[1]["A"]
+    assert origin.samples == pytest.approx(48, abs=1)
+    assert origin.error_at(origin.samples, 0.48) == pytest.approx(0.01)
+    # 48 samples more of 0.1 ms are 4.8 ms, of 960 a half percent.
+    far = origin.error_at(origin.samples + 48, 0.96)
+    assert far == pytest.approx((0.01**2 + 0.005**2) ** 0.5)
+    plan = plan_job(FLEET, job, simulates=False)
+    assert plan.error == pytest.approx(0.01, abs=1e-3)
+    ends = f"{show_time(plan.p05_s)} to {show_time(plan.p95_s)} in 9 of 10 cases"
+    assert any(ends in line for line in describe(plan))
+    assert plan.p05_s + plan.p95_s == pytest.approx(2 * plan.total_s)
+
+
+def test_logs_of_an_earlier_version_are_read(tmp_path: Path, log: str) -> None:
+    def of_then(entry: dict[str, Any]) -> None:
+        entry.pop("nodes", None)
+        for rank in entry.get("ranks", []):
+            rank.pop("errors", None)
+
+    text = changed(changed(log, "run", of_then), "fit", of_then)
+    older, newer = (with_logs(FLEET, job_of(tmp_path, each), now_s=0.0) for each in (text, log))
+    assert older[0].models == newer[0].models
+    assert older[1]["A"].error == newer[1]["A"].error
+
+
 def test_what_backward_passes_hide_follows_from_what_steps_took(tmp_path: Path, log: str) -> None:
     """Steps that are no longer than the ranks' work hide all of an exchange of a quarter second."""
     job = job_of(tmp_path, log, model_bytes=250e6)
@@ -183,6 +234,13 @@ def test_a_run_stands_beside_its_prediction(tmp_path: Path, log: str) -> None:
     rows = check_table(check)
     assert [row[:3] for row in rows[1:]] == [["0", "quick", "48"], ["1", "slow", "16"]]
     assert [row[-2:] for row in rows[1:]] == [["480.0", "480.0"], ["480.0", "320.0"]]
+    sent = {"kind": "exchange", "time_s": 1.0, "step": 100, "lane": "mesh", "num_steps": 20}
+    sent |= {"whole_s": 0.02, "waited_s": 0.01, "bytes_per_s": 117e6}
+    Path(job.logs[0]).write_text(log + json.dumps(sent) + "\n")
+    *_, whole, links = describe_check(check_log(fleet, typed, job.logs[0]))
+    assert "20 ms on rank 0" in whole
+    assert links.startswith("the slowest rank sent 936 Mb/s")
+    assert links.endswith("the slowest link of these hosts is said to carry 8 Gb/s")
     slow = replace(typed, models={"A": DeviceModel(0.5e-2), "B": DeviceModel(2e-2)})
     check = check_log(fleet, slow, job.logs[0])
     assert check.is_apart
