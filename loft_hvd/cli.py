@@ -211,6 +211,7 @@ class _PlanFiles:
 
     json_file: str | None
     sizes_file: str | None
+    page_file: str | None
     emit: str | None  # prints what starts the job, in place of the words
     image: str | None
     check: str | None  # a run log, which is compared in place of planning
@@ -232,6 +233,7 @@ def _plan(
     """Print where a job should run, or what starts it there."""
     from loft_hvd.fleet.emit import emit, first_sizes
     from loft_hvd.fleet.parse import read_cluster, read_jobs
+    from loft_hvd.fleet.plan_page import plan_page
     from loft_hvd.fleet.run import describe, plan_job, plan_table, to_dict
 
     fleet = read_cluster(cluster)
@@ -251,6 +253,8 @@ def _plan(
     if files.json_file is not None:
         text = json.dumps(to_dict(plan), indent=1) + "\n"
         _write("--json", files.json_file, text, inputs=read)
+    if files.page_file is not None:
+        _write("--page", files.page_file, plan_page(plan), inputs=read)
     if files.emit is not None:
         path = None if files.sizes_file is None else os.path.abspath(files.sizes_file)
         print(emit(plan, files.emit, sizes=path, image=files.image), end="")
@@ -600,7 +604,7 @@ def _add_fleet_commands(app: typer.Typer) -> None:
         _inventory(from_slurm=slurm, out=out, timeout_s=timeout_s)
 
     @app.command("plan")
-    def _plan_command(
+    def _plan_command(  # noqa: PLR0913 - a command's options
         cluster: str = typer.Argument(..., help="The machines, a TOML file (docs/plan.md)."),
         jobs: str = typer.Argument(..., help="The jobs, a TOML file."),
         job: str = typer.Option(None, help="Which job; needless where there is one."),
@@ -611,6 +615,7 @@ def _add_fleet_commands(app: typer.Typer) -> None:
             None, metavar="FILE", help="Write first sizes, which the line then names."
         ),
         json_file: str = typer.Option(None, "--json", metavar="FILE", help="Write all of it."),
+        page: str = typer.Option(None, metavar="FILE", help="Write it as a page of HTML."),
         image: str = typer.Option(None, help="The container of an MPIJob."),
         simulate: bool = typer.Option(True, help="Try the plan in the simulator."),
         check: str = typer.Option(
@@ -621,7 +626,7 @@ def _add_fleet_commands(app: typer.Typer) -> None:
         ),
     ) -> None:
         """Say which hosts a job should take, with what sizes, and what each host is worth."""
-        files = _PlanFiles(json_file, sizes, emit, image, check)
+        files = _PlanFiles(json_file, sizes, page, emit, image, check)
         _plan(cluster, jobs, job, files, tries=simulate, assume=assume)
 
 

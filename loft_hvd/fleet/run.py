@@ -18,7 +18,7 @@ from loft_hvd.fleet.rate import Prediction, reads_of
 from loft_hvd.simulate.scenario import RankTraits, Scenario
 from loft_hvd.simulate.simulation import simulate
 
-__all__ = ["JobPlan", "describe", "plan_job", "plan_table", "scenario_of", "to_dict"]
+__all__ = ["JobPlan", "describe", "plan_job", "plan_table", "scenario_of", "show_time", "to_dict"]
 
 # Steps of a trial in the simulator: ten intervals to find sizes, and ten with them.
 _STEPS, _INTERVAL = 400, 20

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
 from typing import Any
 
 from loft_hvd.balance.interval import RankTimes
-from loft_hvd.codec import printable
 from loft_hvd.report.entries import (
     DecisionLine,
     Fault,
@@ -34,8 +33,9 @@ from loft_hvd.report.entries import (
     of_kind,
     read_lines,
 )
+from loft_hvd.report.html import table, whole_page
 from loft_hvd.report.screen import PARTS, throughput
-from loft_hvd.report.svg import MOST_LINES, STYLE, Point, bars, lines
+from loft_hvd.report.svg import MOST_LINES, Point, bars, lines
 from loft_hvd.report.text import LINK_COLUMNS, link_cells, links_line, say, spread_line
 from loft_hvd.report.verdict import judge, newest_world, rules_of, step_s, when_measured
 
@@ -45,21 +45,7 @@ __all__ = ["render_page"]
 _MIDDLE = {"a quarter": 0.25, "median": 0.5, "three quarters": 0.75}
 _BY_PACE = {"fastest": 0.0, **_MIDDLE, "slowest": 1.0}  # of seconds of own work
 _BY_VALUE = {"least": 0.0, **_MIDDLE, "most": 1.0}  # of sizes and waits, which fast ranks have
-_NAMED = ' class="named"'
 _MOST_SCALARS = 50  # names with a picture each: a log may have a new one on every line
-_STYLE = f"""
-body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 820px; margin: 2em auto;
-  padding: 0 1em; color: #222; background: #fff }}
-h1 {{ font-size: 1.5em; line-height: 1.25 }} h2 {{ margin-top: 1.6em }}
-table {{ border-collapse: collapse; width: 100%; margin: 1em 0 }}
-th, td {{ text-align: right; padding: .15em .6em; border-bottom: 1px solid #ddd }}
-th:first-child, td:first-child {{ text-align: left }}
-.facts td:last-child, .facts th {{ text-align: left; font-weight: normal }}
-.facts td {{ overflow-wrap: anywhere }} .facts th {{ color: #777; white-space: nowrap }}
-.bad {{ background: #fde8e8; padding: .6em 1em; border-left: 4px solid #c33 }}
-.none {{ color: #777 }} .named {{ background: #fde8e8 }}
-pre {{ white-space: pre-wrap; font-size: 12px; background: #f6f6f6; padding: .8em }}
-{STYLE}"""
 
 
 def render_page(entries: Sequence[dict[str, Any]], *, title: str) -> str:
@@ -72,13 +58,7 @@ def render_page(entries: Sequence[dict[str, Any]], *, title: str) -> str:
     """
     read = read_lines(entries)
     body, text = "\n".join(_sections(read, title)), say(read)
-    # One file, without scripts or links: it can be mailed, and opens where there is no network.
-    return printable(
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n{body}\n"
-        f"<h2>In words</h2><pre>{escape(text)}</pre>\n</body></html>\n"
-    )
+    return whole_page(f"{body}\n<h2>In words</h2><pre>{escape(text)}</pre>", title=title)
 
 
 def _sections(read: Sequence[Line], title: str) -> Iterator[str]:
@@ -327,7 +307,7 @@ def _own_predictions(newest: Times, own: Mapping[int, float]) -> Iterator[str]:
         for each in newest.ranks
         if own.get(each.rank, 0.0) > 0  # NaN is not
     ]
-    yield _table(("", "samples", "predicted ms", "realised ms", "off by"), rows)
+    yield table(("", "samples", "predicted ms", "realised ms", "off by"), rows)
 
 
 def _decisions(
@@ -355,25 +335,12 @@ def _decisions(
             )
         )
     head = ("plan", "before ms", "predicted ms", "realised ms", "should save", "saved")
-    yield _table(head, rows)
+    yield table(head, rows)
 
 
 def _ms(seconds: float | None) -> str:
     known = seconds is not None and math.isfinite(seconds)
     return f"{1e3 * seconds:.4g}" if known and seconds is not None else "-"
-
-
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, named: Collection[int] = ()
-) -> str:
-    """Return a table; the rows whose places are ``named`` stand out."""
-    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(
-        f"<tr{_NAMED if place in named else ''}>"
-        f"{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for place, row in enumerate(rows)
-    )
-    return f"<table><tr>{cells}</tr>{body}</table>"
 
 
 def _links(entries: Sequence[LinksLine]) -> Iterator[str]:
@@ -399,7 +366,7 @@ def _links(entries: Sequence[LinksLine]) -> Iterator[str]:
         for each in newest.links
     ]
     named = {place for place, each in enumerate(newest.links) if each.news(newest.rank)}
-    yield _table(("peer", *LINK_COLUMNS, ""), rows, named=named)
+    yield table(("peer", *LINK_COLUMNS, ""), rows, named=named)
 
 
 def _workers(world: Sequence[Line]) -> Iterator[str]:
@@ -447,7 +414,7 @@ def _workers(world: Sequence[Line]) -> Iterator[str]:
         )
     head = ("ranks", "suspicion", "outside", "distance", "left out", "clipped", "copied")
     named = {place for place, worker in enumerate(newest.workers) if worker.is_named}
-    yield _table((*head, "not finite", ""), rows, named=named)
+    yield table((*head, "not finite", ""), rows, named=named)
 
 
 def _watched_at(rules: Rules, world: Sequence[Line]) -> int | None:
@@ -483,7 +450,7 @@ def _store(entries: Sequence[Store]) -> Iterator[str]:
         "peers MB",
         "source MB*",
     )
-    yield _table(head, cells)
+    yield table(head, cells)
     yield "<p>* if they were as long as the samples that were kept.</p>"
 
 

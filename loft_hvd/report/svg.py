@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-__all__ = ["MOST_LINES", "STYLE", "bars", "lines", "ticks"]
+__all__ = ["MOST_LINES", "STYLE", "GanttRow", "GanttSpan", "bars", "gantt", "lines", "ticks"]
 
 # Units of the drawings: a page shows them as wide as its text, whatever that is in pixels.
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 760, 250, 64, 10, 34, 26
 _ROW, _GAP = 22, 6
+_LETTER, _MOST_LETTERS = 7, 30  # a letter's width, and those of a row's label
 # Seven of Paul Tol's "bright" colours, which colour-blind readers tell apart, and a dark one.
 _COLOURS = (
     "#4477aa",
@@ -40,6 +42,7 @@ svg {{ width: 100%; font-size: 12px }} .axis {{ fill: none; stroke: #999 }}
 .grid {{ fill: none; stroke: #eee }} .line {{ fill: none; stroke-width: {_THICK:g} }}
 .dashed {{ stroke-dasharray: 6 4 }}
 .dots {{ fill: none; stroke-width: 6; stroke-linecap: round; pointer-events: none }}
+.whisker {{ fill: none; stroke: #222; stroke-width: 1.5 }}
 .band {{ fill: transparent }} .rule {{ fill: none; stroke: #bbb }}
 .tip {{ pointer-events: none }} .tip rect {{ fill: #fff; stroke: #999; opacity: .93 }}
 .at .tip, .at .rule {{ visibility: hidden }}
@@ -116,6 +119,73 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], parts: Sequence[str], *, u
             x += value * scale
         shapes.append(_text(x + 6, y + 16, f"{sum(values):.3g} {unit}"))
     drawing = _drawing(shapes, height=base + 20, told=f"{unit}: {', '.join(parts)}")
+    return drawing + _legend(parts)
+
+
+@dataclass(frozen=True)
+class GanttSpan:
+    """A part of a row of a Gantt chart."""
+
+    start: float
+    end: float  # >= start
+    part: int  # its place among the chart's parts
+    told: str = ""  # what a reader who points at it is told beside row, part and times
+
+
+@dataclass(frozen=True)
+class GanttRow:
+    """A row of a Gantt chart."""
+
+    label: str
+    spans: Sequence[GanttSpan]
+    end_between: tuple[float, float] | None = None  # where the last end may lie
+
+
+def gantt(rows: Sequence[GanttRow], parts: Sequence[str], *, unit: str) -> str:
+    """Draw what takes when: one row below the other, over a common time from 0.
+
+    Where a row's end is known between limits only, a whisker spans them.
+
+    Args:
+        rows: from above; times are finite and >= 0, in ``unit``.
+        parts: names of what spans are, each of a colour of its own.
+        unit: of the times.
+    """
+    ends = [span.end for row in rows for span in row.spans]
+    ends += [row.end_between[1] for row in rows if row.end_between is not None]
+    last = max(ends, default=0.0)
+    last = last if last > _LEAST else 1.0
+    letters = min(max((len(row.label) for row in rows), default=0), _MOST_LETTERS)
+    left = max(_LEFT, _LETTER * letters + 12)
+    scale = (_WIDTH - left - _RIGHT) / last
+    base = max(1, len(rows)) * (_ROW + _GAP)
+    shapes = []
+    for tick in ticks(0.0, last, most=8):
+        at = left + tick * scale
+        shapes.append(f'<path class="grid" d="M{at:.1f},0V{base}"/>')
+        anchor = "end" if at > _WIDTH - 3 * _LETTER else "middle"
+        shapes.append(_text(at, base + 14, f"{tick:g}", anchor=anchor))
+    shapes.append(_text(_WIDTH - _RIGHT, base + 30, unit, anchor="end"))
+    for number, row in enumerate(rows):
+        y = number * (_ROW + _GAP)
+        short = row.label if len(row.label) <= letters else row.label[: letters - 1] + "\u2026"
+        shapes.append(_text(left - 8, y + 16, short, anchor="end"))
+        for span in row.spans:
+            title = f"{row.label}: {parts[span.part]}, {span.start:.4g} to {span.end:.4g} {unit}"
+            title += f"; {span.told}" if span.told else ""
+            shapes.append(
+                f'<rect x="{left + span.start * scale:.1f}" y="{y}" '
+                f'width="{max((span.end - span.start) * scale, 0.5):.1f}" height="{_ROW}" '
+                f'fill="{_colour(span.part)}"><title>{escape(title)}</title></rect>'
+            )
+        if row.end_between is not None:
+            low, high = (left + each * scale for each in row.end_between)
+            middle, up = y + _ROW / 2, _ROW / 4
+            shapes.append(
+                f'<path class="whisker" d="M{low:.1f},{middle - up:g}v{2 * up:g}'
+                f'M{low:.1f},{middle:g}H{high:.1f}M{high:.1f},{middle - up:g}v{2 * up:g}"/>'
+            )
+    drawing = _drawing(shapes, height=base + 34, told=f"{unit}: {', '.join(parts)}")
     return drawing + _legend(parts)
 
 

@@ -368,12 +368,14 @@ def test_plan_writes_what_is_asked(app: typer.Typer, tmp_path: Path) -> None:
     files = _plan_files(tmp_path)
     written = [str(tmp_path / name) for name in ("plan.json", "sizes.json")]
     words = ["--job", "other", "--no-simulate", "--json", written[0], "--sizes", written[1]]
+    words += ["--page", str(tmp_path / "plan.html")]
     result = CliRunner().invoke(app, ["plan", *files, *words])
     assert result.exit_code == 0, result.output
     assert "job other: 8 ranks on 2 of 4 hosts" in result.output
     assert "simulated" not in result.output
     plan, sizes = (json.loads(Path(file).read_text()) for file in written)
     assert plan["simulated_step_s"] is None
+    assert "<h1>job other: 8 ranks on 2 of 4 hosts" in (tmp_path / "plan.html").read_text()
     assert sizes["hosts"] == {"a1": [128] * 4, "a2": [128] * 4}
     line = CliRunner().invoke(app, ["plan", *files, *words, "--emit", "mpirun"]).output
     assert line.startswith("mpirun -np 8 -H a1:4,a2:4 ")

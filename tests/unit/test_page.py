@@ -21,7 +21,7 @@ from loft_hvd.balance.plan import Plan
 from loft_hvd.errors import DataError
 from loft_hvd.pipeline.suspicion.report import WorkerReport
 from loft_hvd.report.page import render_page
-from loft_hvd.report.svg import bars, lines, ticks
+from loft_hvd.report.svg import GanttRow, GanttSpan, bars, gantt, lines, ticks
 from loft_hvd.runlog import RunLog, read_run_log
 
 VOID = {"meta", "br", "img"}
@@ -419,3 +419,27 @@ def test_lines_rise_with_their_values_and_steps_are_level() -> None:
     start, level, end = re.fullmatch(r"M([\d.,]+)H([\d.]+)L([\d.,]+)", path).groups()  # type: ignore[union-attr]  # a failed match is a failed test
     assert float(start.split(",")[1]) > float(end.split(",")[1])  # y grows downwards
     assert level == end.split(",")[0]
+
+
+def test_a_gantt_chart_has_spans_where_their_times_are() -> None:
+    rows = [
+        GanttRow("a", [GanttSpan(0.0, 1.0, 0), GanttSpan(1.0, 4.0, 1, "x:2 <hosts>")], (3.0, 5.0)),
+        GanttRow("a-job-whose-name-is-longer-than-there-is-room-for", [GanttSpan(2.0, 4.0, 1)]),
+    ]
+    drawing = gantt(rows, ["waits", "runs"], unit="hours")
+    found = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', drawing)
+    boxes = [tuple(map(float, each)) for each in found]
+    (left, y, hour), (after, _, three), (later, lower, two) = boxes
+    assert after == pytest.approx(left + hour, abs=0.2)
+    assert (three, two) == (pytest.approx(3 * hour, abs=0.2), pytest.approx(2 * hour, abs=0.2))
+    assert later == pytest.approx(left + 2 * hour, abs=0.2)
+    assert lower > y
+    assert "a: runs, 1 to 4 hours; x:2 &lt;hosts&gt;" in drawing
+    low, high = re.findall(r'class="whisker" d="M([\d.]+),[^H]*H([\d.]+)M', drawing)[0]
+    assert float(high) - float(low) == pytest.approx(two, abs=0.2)
+    assert "\u2026" in drawing
+
+
+def test_a_gantt_chart_of_nothing_is_drawn() -> None:
+    assert "<svg" in gantt([], ["runs"], unit="hours")
+    assert "nan" not in gantt([GanttRow("a", [GanttSpan(0.0, 0.0, 0)])], ["runs"], unit="hours")
