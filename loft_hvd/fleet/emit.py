@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from itertools import groupby
 from typing import Any
@@ -23,6 +24,7 @@ _SIZES = "LOFT_HVD_FIRST_SIZES"  # as in config.py
 # Over what it should take in 19 of 20 cases, as an overrun is killed: what a prediction may be
 # short by, and minutes for imports and the first epoch's cold caches. Both are choices.
 _MARGIN, _START_S = 1.25, 600.0
+_POD = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def emit(plan: JobPlan, kind: str, *, sizes: str | None = None, image: str | None = None) -> str:
@@ -119,6 +121,12 @@ def _mpijob(plan: JobPlan, image: str | None) -> str:
     job, layout = plan.job, plan.best.layout
     if image is None:
         raise ArgumentError("--emit mpijob needs --image, the container that has the script")
+    last = f"{job.name}-worker-{layout.world_size - 1}"  # the longest of its pods' names
+    if not _POD.fullmatch(last):
+        raise PlanError(
+            f"job {job.name!r}: an MPIJob's pods would be called up to {last!r}, but their names "
+            "must begin with a letter and have 63 letters at most (RFC 1035); rename the job"
+        )
     free = [host.name for host, count in layout.hosts if sum(host.slots.values()) != count]
     if free and len(layout.hosts) > 1:
         raise PlanError(

@@ -12,11 +12,12 @@ import pytest
 
 from loft_hvd.errors import ArgumentError, PlanError
 from loft_hvd.fleet.emit import emit, first_sizes
-from loft_hvd.fleet.jobs import DeviceModel, Fleet, Host, Job
+from loft_hvd.fleet.jobs import DeviceModel, Fleet, Host, Job, WorkerNeeds
 from loft_hvd.fleet.place import Choice
 from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import JobPlan
 from loft_hvd.fleet.traffic import HostRanks, Layout
+from tests.support.schema import faults, read_schema
 
 HOSTILE = "train.py; touch /tmp/owned $(id) `id` 'quoted' \"twice\" && \\ | #"
 JOB = Job(
@@ -112,6 +113,27 @@ def test_an_mpijob_has_a_pod_a_rank_on_the_plans_hosts() -> None:
     assert term["matchExpressions"][0]["values"] == ["a.lab", "b"]
     command = roles["Launcher"]["template"]["spec"]["containers"][0]["command"]
     assert command[-2:] == ["python", HOSTILE]
+
+
+MPIJOB = read_schema(Path(__file__).parent / "schemas/mpijob.json")
+
+
+@pytest.mark.parametrize(
+    "job", [JOB, replace(JOB, needs=WorkerNeeds(cpus=2, memory_bytes=1.5e9), name="a-b")]
+)
+def test_an_mpijob_is_of_its_published_schema(job: Job) -> None:
+    manifest = json.loads(emit(plan_of(job, *UNEQUAL), "mpijob", image="lab/train:1"))
+    assert list(faults(manifest, MPIJOB, MPIJOB)) == []
+    manifest["spec"]["mpiReplicaSpecs"]["Launcher"]["replicas"] = 2
+    manifest["spec"]["runPolicy"]["cleanPodPolicy"] = "Some"
+    manifest["spec"]["slots"] = 1
+    assert len(list(faults(manifest, MPIJOB, MPIJOB))) == 3
+
+
+@pytest.mark.parametrize("name", ["3d", "a" * 55])
+def test_an_mpijob_s_pods_have_names_that_kubernetes_takes(name: str) -> None:
+    with pytest.raises(PlanError, match=r"pods would be called up to '.*-worker-3'.*RFC 1035"):
+        emit(plan_of(replace(JOB, name=name), *UNEQUAL), "mpijob", image="x")
 
 
 def test_an_mpijob_that_cannot_place_ranks_is_refused() -> None:

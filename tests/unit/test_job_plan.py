@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,8 @@ from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
 from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import describe, plan_job, plan_table, scenario_of, to_dict
 from loft_hvd.simulate.simulation import simulate
-from tests.support.fleets import many_hosts, random_layout
+from tests.support.fleets import many_hosts, random_fleet, random_layout
+from tests.support.schema import faults, read_schema
 
 
 def _is_near(seed: int) -> bool:
@@ -79,6 +81,25 @@ def test_what_is_apart_is_flagged_and_the_simulators_end_counts() -> None:
     assert plan.is_apart
     assert plan.total_s == pytest.approx(7200.0)
     assert any("MORE THAN 10 % APART" in line for line in describe(plan))
+
+
+SCHEMA = read_schema(Path(__file__).parents[2] / "docs/schemas/plan.json")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_json_is_of_its_schema(seed: int) -> None:
+    fleet, job = random_fleet(seed)
+    if seed == 0:  # with a host that is left out, and a price
+        odd = Host("odd", {"none": 1}, 1e9, rack=fleet.hosts[0].rack)
+        hosts = [replace(host, price_per_hour=1.0) for host in fleet.hosts]
+        fleet = replace(fleet, hosts=[*hosts, odd])
+    told = json.loads(json.dumps(to_dict(plan_job(fleet, job, simulates=False)), allow_nan=False))
+    assert list(faults(told, SCHEMA, SCHEMA)) == []
+    told["ranks"][0]["samples"] = 1.5
+    del told["price"]
+    found = list(faults(told | {"more": 1}, SCHEMA, SCHEMA))
+    assert len(found) == 3
+    assert any("price is missing" in each for each in found)
 
 
 def test_json_holds_the_plan() -> None:
