@@ -80,7 +80,7 @@ multiprocess: setup-all
 unit-all: setup-all
 	$(PY) -m pytest $(BUILDS) -m "not whole" --durations=20 $(TESTS) || [ $$? -eq 5 ]  # 5: TESTS chooses none of them
 	$(PY) -m pip install --quiet --no-deps --upgrade --target build/peers -r requirements/peers.txt  # beside .venv
-	PYTHONPATH=build/peers $(RANKS) $(PY) -m pytest tests/property/test_byzfl.py tests/property/test_flower.py $(SPREAD) $(TESTS) || [ $$? -eq 5 ]
+	PYTHONPATH=build/peers $(RANKS) $(PY) -m pytest tests/property/test_byzfl.py tests/property/test_flower.py tests/property/test_ray.py $(SPREAD) $(TESTS) || [ $$? -eq 5 ]
 	$(RANKS) $(PY) -m pytest tests $(SERIAL:%=--ignore=%) $(BUILDS:%=--ignore=%) -m "not multiprocess and not whole" $(SPREAD) $(TESTS)
 
 whole: setup-all  # the claims of which test-all runs some cases
