@@ -167,7 +167,7 @@ class Controller:
         self.settle_steps, self.max_sizes = settle_steps, max_sizes
         sizes, why = self.policy.start(self.task), f"start: {self.policy.name}"
         if first_sizes and sum(first_sizes) == global_batch_size:
-            sizes, why = self._legal_first(first_sizes), f"{why}, from sizes that were given"
+            sizes, why = self._legal_first(first_sizes), f"{why}, from sizes given or by memory"
         self.history = [Decision(0, 0, sizes, why)]
         self.discarded: Counter[tuple[int, str]] = Counter()
         self._is_capped = [True] * world_size

@@ -2,6 +2,11 @@
 
 They come as a list, or as a file that ``loft-hvd plan`` has written, which has them by host: ranks
 may be numbered in any order, and hosts may call themselves by a longer or a shorter name.
+
+Where none are given, and devices have unequal memory, sizes start in proportion to that. A batch of
+``x`` takes ``a + b x`` bytes, so wherever equal sizes fit these do as well: with the least memory
+``m``, ``a + b X / n <= m``, a rank of ``k m`` gets at most ``k X / n``, and ``a + k b X / n`` is at
+most ``k m``. And they fit where equal ones do not.
 """
 
 from __future__ import annotations
@@ -12,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from loft_hvd.balance.plan import Sizes
+from loft_hvd.balance.plan import Sizes, proportional_sizes
 from loft_hvd.codec import Within, decode, parse_json
 from loft_hvd.errors import ArgumentError, PlanError
 
-__all__ = ["FirstSizes", "fit_first_sizes"]
+__all__ = ["FirstSizes", "fit_first_sizes", "sizes_by_memory"]
 
 FirstSizes = Sequence[int] | str | os.PathLike[str] | None
 _Size = Annotated[int, Within(0, 1e12)]
+_ALIKE = 0.9  # of the most memory: devices of one kind may differ by some that is set aside
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,16 @@ def fit_first_sizes(given: FirstSizes, hosts: Sequence[str], global_batch_size: 
             f"ranks and global_batch_size={global_batch_size}"
         )
     return sizes
+
+
+def sizes_by_memory(memory: Sequence[int], global_batch_size: int, *, min_batch: int) -> Sizes:
+    """Return sizes in proportion to devices' bytes, [world_size]; empty where they are as equal.
+
+    0 bytes are not known.
+    """
+    if min(memory) == 0 or min(memory) >= _ALIKE * max(memory):
+        return ()
+    return proportional_sizes(memory, global_batch_size, min_batch=min_batch)
 
 
 def _read(path: str) -> _SizesByHost:

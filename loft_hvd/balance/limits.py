@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 
 from loft_hvd.balance.balancer_options import BalancerOptions
-from loft_hvd.balance.first_sizes import fit_first_sizes
+from loft_hvd.balance.first_sizes import fit_first_sizes, sizes_by_memory
 from loft_hvd.balance.plan import MOST_MICRO, Sizes, count_micro
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, PlanError
@@ -46,6 +46,7 @@ class Device:
     number: int  # counts the ranks of that host, from 0
     name: str  # such as "Tesla T4" or "CPU AMD EPYC 7B13"
     is_cuda: bool
+    memory: int = 0  # bytes, all in all; 0 where it is not known
 
     @property
     def key(self) -> str:
@@ -177,18 +178,21 @@ def _by_name(limits: Mapping[str, int | None], device: Device, rank: int) -> int
 # What ranks tell each other.
 
 
-def own_device() -> tuple[str, str, bool]:
-    """Return this process's host, its device's name, and whether it is a CUDA device."""
+def own_device() -> tuple[str, str, bool, int]:
+    """Return this process's host, its device's name, whether it is a CUDA device, its memory."""
     host = socket.gethostname()
     if torch.cuda.is_available():
-        return host, torch.cuda.get_device_name(), True
-    return host, f"CPU {cpu_name()}".strip(), False
+        told = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return host, told.name, True, told.total_memory
+    return host, f"CPU {cpu_name()}".strip(), False, 0
 
 
 def assume_limits(options: BalancerOptions) -> RankLimits:
     """Return the limits of a world of devices like this one, until ranks have met."""
-    host, name, is_cuda = own_device()
-    devices = tuple(Device(host, number, name, is_cuda) for number in range(options.world_size))
+    host, name, is_cuda, memory = own_device()
+    devices = tuple(
+        Device(host, number, name, is_cuda, memory) for number in range(options.world_size)
+    )
     return RankLimits.of(options, devices, {})
 
 
@@ -225,11 +229,14 @@ def _first_sizes(channel: Channel, options: BalancerOptions, devices: Sequence[D
     sizes: Sizes = ()
     if channel.rank == 0:
         given = config().first_sizes if options.first_sizes is None else options.first_sizes
-        hosts = [device.host for device in devices]
+        hosts, total = [device.host for device in devices], options.global_batch_size
         try:
-            sizes = fit_first_sizes(given, hosts, options.global_batch_size)
+            sizes = fit_first_sizes(given, hosts, total)
         except PlanError as error:  # other ranks wait: a run with equal sizes is better than none
             _logger.warning("%s; the run starts with equal sizes", error)
+        if given is None and total >= options.min_batch * len(devices):
+            memory = [device.memory for device in devices]
+            sizes = sizes_by_memory(memory, total, min_batch=options.min_batch)
     told = torch.tensor(sizes or [0] * len(devices), dtype=torch.int64)
     channel.sub("first").broadcast(told, what="broadcast of first sizes")
     return tuple(told.tolist()) if told.any() else ()
@@ -239,26 +246,26 @@ def _tell_devices(
     channel: Channel, *, own_cap: int | None
 ) -> tuple[tuple[Device, ...], tuple[int, ...], dict[str, int]]:
     """Return all ranks' devices and nodes, [world_size], and the caps just found, by their keys."""
-    host, name, is_cuda = own_device()
+    host, name, is_cuda, memory = own_device()
     cap = _NO_CAP if own_cap is None else own_cap
     texts = [text.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") for text in (host, name)]
-    # [195]: the cap, whether the device is a CUDA device, a digest of the node, 96 bytes of the
-    # host, 96 of the device. Several hosts may be one node, as containers on a machine are.
+    # [196]: the cap, whether the device is a CUDA device, its memory, a digest of the node, 96 bytes
+    # of the host, 96 of the device. Several hosts may be one node, as containers on a machine are.
     node = digest(channel.transport.node)
-    row = torch.tensor([cap, int(is_cuda), node, *texts[0], *texts[1]], dtype=torch.int64)
+    row = torch.tensor([cap, int(is_cuda), memory, node, *texts[0], *texts[1]], dtype=torch.int64)
     rows = channel.sub("devices").allgather_rows(row)
     numbers: Counter[str] = Counter()
     devices, caps = [], {}
     nodes: dict[int, int] = {}  # the number of each
     # Ranks of a host are counted in the order of their ranks, so that all ranks number alike.
-    for cap, is_cuda, node, *letters in rows.tolist():
+    for cap, is_cuda, memory, node, *letters in rows.tolist():
         host, name = _text(letters[:_NAME_BYTES]), _text(letters[_NAME_BYTES:])
-        devices.append(Device(host, numbers[host], name, bool(is_cuda)))
+        devices.append(Device(host, numbers[host], name, bool(is_cuda), memory))
         numbers[host] += 1
         nodes.setdefault(node, len(nodes))
         if cap > 0:
             caps[devices[-1].key] = cap
-    return tuple(devices), tuple(nodes[node] for node in rows[:, 2].tolist()), caps
+    return tuple(devices), tuple(nodes[node] for node in rows[:, 3].tolist()), caps
 
 
 def _text(letters: list[int]) -> str:

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import loft_hvd as loft
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.first_sizes import fit_first_sizes
+from loft_hvd.balance.first_sizes import fit_first_sizes, sizes_by_memory
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, LOCAL, SIZE, screen
 from loft_hvd.balance.limits import own_device
 from loft_hvd.config import config
@@ -147,3 +149,35 @@ def test_a_rank_grows_from_its_first_size_not_from_the_equal_one() -> None:
         controller.observe(screen(rows, step=step, sizes=sizes.tolist(), step_s=step_s))
         controller.decide(step + 4)
     assert controller.plan.sizes[0] > 90
+
+
+@pytest.mark.parametrize(
+    ("memory", "sizes"),
+    [
+        ((24, 24, 24), ()),
+        ((80, 79, 76), ()),  # of one kind
+        ((24, 0, 12), ()),  # not known of one
+        ((24, 24, 12), (40, 40, 20)),
+        ((96, 1, 3), (95, 2, 3)),
+    ],
+)
+def test_sizes_follow_memory_where_it_is_unequal(
+    memory: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    assert sizes_by_memory(memory, 100, min_batch=2) == sizes
+
+
+@given(
+    memory=st.lists(st.integers(1, 100), min_size=2, max_size=6),
+    fixed=st.floats(0, 0.95),
+    share=st.integers(1, 50),
+)
+def test_sizes_by_memory_fit_wherever_equal_ones_do(
+    memory: list[int], fixed: float, share: int
+) -> None:
+    total = share * len(memory)
+    sizes = sizes_by_memory(memory, total, min_batch=1)
+    per_sample = (1 - fixed) * min(memory) / share  # an equal share just fits the least memory
+    for size, room in zip(sizes, memory, strict=bool(sizes)):
+        # A size is rounded up by less than a sample.
+        assert size < (room - fixed * min(memory)) / per_sample + 1 + 1e-9

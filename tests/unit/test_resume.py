@@ -238,9 +238,9 @@ class Hosts:
         self.names: list[str] = []
         monkeypatch.setattr("loft_hvd.balance.limits.own_device", self._own_device)
 
-    def _own_device(self) -> tuple[str, str, bool]:
+    def _own_device(self) -> tuple[str, str, bool, int]:
         rank = int(threading.current_thread().name.rsplit("-", 1)[1])
-        return self.names[rank], "CPU", False
+        return self.names[rank], "CPU", False, 0
 
     def run(
         self, hosts: list[str], num_steps: int, state: dict[str, Any] | None, **options: Any
