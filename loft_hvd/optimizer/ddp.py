@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -39,13 +38,11 @@ from loft_hvd.aggregation.rules import Mean, Rule
 from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.copies import NeverCopied
-from loft_hvd.errors import ArgumentError, ArgumentTypeError
+from loft_hvd.errors import ArgumentError
+from loft_hvd.optimizer.hooks import HookOptions, rule_of
 from loft_hvd.optimizer.options import (
     EqualBatches,
-    advised_momentum,
     advised_scope,
-    batches_of,
-    check_watching,
 )
 from loft_hvd.optimizer.parameters import check_whole, parts_error
 from loft_hvd.optimizer.replicas import compare_batches
@@ -64,8 +61,7 @@ from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.tolerance import check_gather
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.runlog import RunLog
-from loft_hvd.transport.agreement import check_agreement, new_number
+from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, watch_of
 from loft_hvd.transport.datagram import LossTolerant
 from loft_hvd.transport.default import torch_transport
@@ -76,7 +72,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPHook", "ddp_hook"]
 
-_logger = logging.getLogger(__name__)
 _ZEROED_ADVICE = (
     "ddp_hook has one rule for all parameters: use loft.DistributedOptimizer without DDP, with "
     "rule={{{name!r}: loft.Mean(), '*': ...}}, or a rule over the ranks that have a gradient there "
@@ -137,68 +132,36 @@ def ddp_hook(  # noqa: PLR0913 - a script sets few of them, by name
         MismatchError: ranks were given different options.
         UsageError: ``torch.distributed`` is not initialised.
     """
-    rule = Mean() if rule is None else rule
-    if not isinstance(rule, Rule):
-        raise ArgumentTypeError(
-            f"ddp_hook: rule={rule!r} is of type {type(rule).__name__}; pass one such as "
-            "loft.TrimmedMean(f=1)"
-        )
+    rule = rule_of(rule, what="ddp_hook")
     if balancer is not None and balancer.splits:
         raise ArgumentError(
             "ddp_hook: with Balancer(micro_batches=True) ranks make different numbers of backward "
             "passes, and DDP reduces after each that no_sync() does not hold back; use "
             "loft.DistributedOptimizer without DDP"
         )
-    check_watching([rule], diagnostics, quarantine)
     scope = advised_scope([rule], scope)
     check_scope(scope, [rule], what="ddp_hook")
+    watching = Watching(scope, diagnostics, quarantine)
+    options = HookOptions(
+        "ddp_hook",
+        rule,
+        balancer,
+        watching=watching,
+        log_dir=log_dir,
+        timeout_s=timeout_s,
+        worker_momentum=worker_momentum,
+        scaler=scaler,
+    )
     names = {id(parameter): (name, parameter) for name, parameter in named_parameters or ()}
     texts = {key: name for key, (name, _) in names.items()}
     check_whole(texts, [parameter for _, parameter in names.values()], what="ddp_hook")
     ends = torch_transport() if transport is None else transport
-    channel = Channel(ends, "loft.ddp", config().timeout_s if timeout_s is None else timeout_s)
-    world = {"rank": ends.rank, "world_size": ends.world_size}
-    batches = batches_of(balancer, RunLog(None), log_dir, **world)
     if ends.world_size > 1:
-        rule.check(ends.world_size)
         check_gather(gather, [rule], ends.world_size, what="ddp_hook")
-        ends.can.open_heartbeat()
-        fields = {
-            "option rule": str(rule),
-            "variable LOFT_HVD_LANE": config().lane,
-            "variable LOFT_HVD_MESH": config().mesh,
-            "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
-            "option scope": scope,
-            "option diagnostics": str(diagnostics),
-            "option quarantine": str(quarantine),
-            "option worker_momentum": str(worker_momentum),
-            "option scaler": "none" if scaler is None else "given",
-            "option gather": str(gather),
-        }
-        check_agreement(channel, fields, what="ddp_hook", refusal=batches.log.refusal)
-        channel = channel.sub(str(new_number(channel.sub("number"))))  # one for each model
-        if balancer is not None:  # in a world of one any plan will do
-            balancer.require(min_ranks=rule.min_rows, num_passes=1)
-    elif batches.log.refusal:
-        raise ArgumentError(batches.log.refusal)
-    beta = advised_momentum([rule], worker_momentum)
-    if worker_momentum is None and beta and ends.rank == 0:
-        _logger.warning(
-            "ddp_hook: with %s ranks send averages of worker_momentum=%g; the optimizer under DDP "
-            "must have no momentum of its own: SGD momentum=0 and lr / %.3g, or Adam "
-            "betas=(0.0, b2); give worker_momentum= to say so",
-            rule,
-            beta,
-            1 - beta,
-        )
+    channel, batches = options.open(ends, {"option gather": str(gather)})
+    momentum = options.make_momentum(rank=ends.rank)
     return DDPHook(
-        rule,
-        batches,
-        channel,
-        texts,
-        watching=Watching(scope, diagnostics, quarantine),
-        momentum=WorkerMomentum(beta, scaler=scaler) if beta else None,
-        gather=gather,
+        rule, batches, channel, texts, watching=watching, momentum=momentum, gather=gather
     )
 
 

@@ -37,12 +37,10 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.balance.meetings import take_as_exact
 from loft_hvd.config import config
 from loft_hvd.copies import NeverCopied
-from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
+from loft_hvd.errors import ArgumentError, UsageError
+from loft_hvd.optimizer.hooks import HookOptions, rule_of
 from loft_hvd.optimizer.options import (
     EqualBatches,
-    advised_momentum,
-    batches_of,
-    check_watching,
 )
 from loft_hvd.optimizer.replicas import compare_batches
 from loft_hvd.optimizer.scalers import ScaleCheck, tell_of_unscaling
@@ -70,8 +68,6 @@ from loft_hvd.pipeline.suspicion.spread import ShardSpreadWatch
 from loft_hvd.pipeline.suspicion.tracker import Suspicion
 from loft_hvd.pipeline.suspicion.watch import Quarantine
 from loft_hvd.pipeline.weights import PassWeights
-from loft_hvd.runlog import RunLog
-from loft_hvd.transport.agreement import check_agreement, new_number
 from loft_hvd.transport.base import Channel, watch_of
 from loft_hvd.transport.default import torch_transport
 from loft_hvd.transport.waits import waiting
@@ -132,12 +128,7 @@ def fsdp_hook(
         MismatchError: ranks were given different options, or other models.
         UsageError: ``torch.distributed`` is not initialised.
     """
-    rule = Mean() if rule is None else rule
-    if not isinstance(rule, Rule):
-        raise ArgumentTypeError(
-            f"fsdp_hook: rule={rule!r} is of type {type(rule).__name__}; pass one such as "
-            "loft.TrimmedMean(f=1)"
-        )
+    rule = rule_of(rule, what="fsdp_hook")
     if balancer is not None and (balancer.min_batch == 0 or balancer.is_auto):
         raise ArgumentError(
             "fsdp_hook: with Balancer(min_batch=0) a rank may make no forward pass, in which FSDP2 "
@@ -150,60 +141,31 @@ def fsdp_hook(
             "passes, and FSDP2 gathers parameters in each; give fixed sizes, or leave "
             "micro_batches=True away"
         )
-    check_watching([rule], diagnostics, quarantine)
     _check_scope(scope, rule)
+    watching = Watching(scope, diagnostics, quarantine)
+    options = HookOptions(
+        "fsdp_hook",
+        rule,
+        balancer,
+        watching=watching,
+        log_dir=log_dir,
+        timeout_s=timeout_s,
+        worker_momentum=worker_momentum,
+        scaler=scaler,
+    )
     groups = find_groups(model, what="fsdp_hook")
     ends = torch_transport()
     _check_mesh(groups, rule, ends.world_size)
-    channel = Channel(ends, "loft.fsdp", config().timeout_s if timeout_s is None else timeout_s)
-    world = {"rank": ends.rank, "world_size": ends.world_size}
-    batches = batches_of(balancer, RunLog(None), log_dir, **world)
-    if ends.world_size > 1:
-        rule.check(ends.world_size)
-        ends.can.open_heartbeat()
-        fields = {
-            "option rule": str(rule),
-            "variable LOFT_HVD_LANE": config().lane,
-            "variable LOFT_HVD_MESH": config().mesh,
-            "option balancer": "none" if balancer is None else str(balancer.global_batch_size),
-            "option scope": scope,
-            "option diagnostics": str(diagnostics),
-            "option quarantine": str(quarantine),
-            "option worker_momentum": str(worker_momentum),
-            "option scaler": "none" if scaler is None else "given",
-        }
-        for group in groups:
-            for name, parameter in zip(group.names, group.parameters, strict=True):
-                about = f"shape {list(parameter.shape)}, {parameter.dtype}"
-                fields[f"parameter {name}"] = f"{about}, in {group}"
-        check_agreement(channel, fields, what="fsdp_hook", refusal=batches.log.refusal)
-        channel = channel.sub(str(new_number(channel.sub("number"))))  # one for each model
-        if balancer is not None:  # in a world of one any plan will do
-            balancer.require(min_ranks=rule.min_rows, num_passes=1)
-    elif batches.log.refusal:
-        raise ArgumentError(batches.log.refusal)
-    beta = advised_momentum([rule], worker_momentum)
-    if worker_momentum is None and beta and ends.rank == 0:
-        _logger.warning(
-            "fsdp_hook: with %s ranks send averages of worker_momentum=%g, for which each rank "
-            "keeps as many values as the whole model has; the optimizer must have no momentum of "
-            "its own: SGD momentum=0 and lr / %.3g, or Adam betas=(0.0, b2); give "
-            "worker_momentum= to say so, or worker_momentum=0",
-            rule,
-            beta,
-            1 - beta,
-        )
-    if beta and ends.world_size == 1:
+    fields = {}
+    for group in groups:
+        for name, parameter in zip(group.names, group.parameters, strict=True):
+            about = f"shape {list(parameter.shape)}, {parameter.dtype}"
+            fields[f"parameter {name}"] = f"{about}, in {group}"
+    channel, batches = options.open(ends, fields)
+    momentum = options.make_momentum(rank=ends.rank)
+    if momentum is not None and ends.world_size == 1:
         _logger.warning("fsdp_hook: worker_momentum does nothing: one rank has nobody to send to")
-    return FSDPHook(
-        model,
-        groups,
-        rule,
-        batches,
-        channel,
-        watching=Watching(scope, diagnostics, quarantine),
-        momentum=WorkerMomentum(beta, scaler=scaler) if beta else None,
-    )
+    return FSDPHook(model, groups, rule, batches, channel, watching=watching, momentum=momentum)
 
 
 def _check_scope(scope: str, rule: Rule) -> None:

@@ -184,6 +184,7 @@ _LAYERS = {
     "optimizer/ddp.py": 7,
     "optimizer/distributed.py": 7,
     "optimizer/fsdp.py": 7,
+    "optimizer/hooks.py": 7,
     "optimizer/horovods.py": 7,
     "optimizer/options.py": 7,
     "optimizer/parameters.py": 7,
