@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/demo.py    # without Horovod
 
 Rank 2 does every forward and backward pass three times. Rank 3 sends its gradients sign-flipped
-and ten times as long. The training itself is `examples/digits.py`. Writes to `runs/demo`:
+and ten times as long. The training itself is in `examples/demo_engine.py`. Writes to `runs/demo`:
 `summary.json`, `steps.png`, and every rank's final weights. Runs under `mpirun` and alone too
 (where there is nobody slow or faulty).
 """

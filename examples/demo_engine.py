@@ -1,7 +1,4 @@
-"""The engine that the demo was started under: Horovod, or torch.distributed under torchrun.
-
-Each has the training of its examples: `digits.py`, and the same lines without Horovod here.
-"""
+"""The demo's training, and the engine that it was started under: Horovod's, or torchrun's."""
 
 from __future__ import annotations
 
@@ -40,42 +37,57 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets it
         dist.all_gather_into_tensor(everyone, values)
         return everyone.view(world_size(), -1)
 
-    class Training:
-        """As `digits.Training`, under torch.distributed."""
-
-        def __init__(
-            self, data: Digits, *, rule: loft.Rule, balancer: loft.Balancer, slowdown: int = 1
-        ) -> None:
-            self.model = make_model()  # with the same first weights on every rank
-            self.slowdown = slowdown
-            self.loader = loft.DataLoader(data.train, balancer, seed=3)
-            self.optimizer = loft.DistributedOptimizer(
-                torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9),
-                named_parameters=self.model.named_parameters(),
-                rule=rule,
-                balancer=balancer,
-            )
-
-        def run_epoch(self, epoch: int, on_step: Callable[[], None] = lambda: None) -> None:
-            """Train on every image once, and call ``on_step`` after each step."""
-            self.loader.set_epoch(epoch)
-            for images, labels in self.loader:
-                for _ in range(self.slowdown - 1):
-                    loss = F.cross_entropy(self.model(images), labels)
-                    torch.autograd.grad(loss, [*self.model.parameters()])
-                self.optimizer.zero_grad()
-                F.cross_entropy(self.model(images), labels).backward()
-                self.optimizer.step()
-                on_step()
+    def share_first_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: `make_model` gives every rank the same ones."""
 
 else:
-    import digits
     import horovod.torch as hvd
 
     start, end, rank, world_size = hvd.init, hvd.shutdown, hvd.rank, hvd.size
-    Training = digits.Training  # type: ignore[misc,assignment]
 
     def gather(values: Tensor) -> Tensor:
         """Return the values of all ranks, [world_size, numel], from this one's, [numel]."""
         everyone: Tensor = hvd.allgather(values.unsqueeze(0))
         return everyone
+
+    def share_first_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let all ranks begin with rank 0's."""
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+class Training:
+    """A model in training, epoch by epoch.
+
+    Args:
+        data: training and test images.
+        rule: how gradients are aggregated.
+        balancer: how many samples each rank computes.
+        slowdown: this rank does every forward and backward pass so many times.
+    """
+
+    def __init__(
+        self, data: Digits, *, rule: loft.Rule, balancer: loft.Balancer, slowdown: int = 1
+    ) -> None:
+        self.model = make_model()
+        self.slowdown = slowdown
+        self.loader = loft.DataLoader(data.train, balancer, seed=3)
+        self.optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9),
+            named_parameters=self.model.named_parameters(),
+            rule=rule,
+            balancer=balancer,
+        )
+        share_first_weights(self.model, self.optimizer)
+
+    def run_epoch(self, epoch: int, on_step: Callable[[], None] = lambda: None) -> None:
+        """Train on every image once, and call ``on_step`` after each step."""
+        self.loader.set_epoch(epoch)
+        for images, labels in self.loader:
+            for _ in range(self.slowdown - 1):  # a slower machine: the same work, done in vain
+                loss = F.cross_entropy(self.model(images), labels)
+                torch.autograd.grad(loss, [*self.model.parameters()])
+            self.optimizer.zero_grad()
+            F.cross_entropy(self.model(images), labels).backward()
+            self.optimizer.step()
+            on_step()
