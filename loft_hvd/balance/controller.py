@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from loft_hvd.balance.interval import Interval
-from loft_hvd.balance.leaving import Leaving
+from loft_hvd.balance.leaving import Leaving, LeavingState
 from loft_hvd.balance.plan import (
     MIN_BATCH,
     Bounds,
@@ -96,9 +96,15 @@ class ControllerState:
     quarantine: QuarantineSizes
     discarded: list[tuple[Rank, str, Count]]  # rank, reason and number of reports not believed
     learnt: dict[str, Any]  # the policy's state
+    leaving: LeavingState | None = None  # where ranks may be left out
 
     def __post_init__(self) -> None:
         check_history([made.plan for made in self.history])
+        num_ranks = self.made_for.world_size
+        if self.leaving is not None and len(self.leaving.waits) != num_ranks:
+            raise PlanError(
+                f"leaving has {len(self.leaving.waits)} ranks, but the state is of {num_ranks}"
+            )
         before = self.quarantine.before
         for sizes in (self.history[-1].sizes, *([] if before is None else [before])):
             check_sizes(
@@ -459,6 +465,7 @@ class Controller:
             quarantine=self.quarantine,
             discarded=[(rank, why, n) for (rank, why), n in sorted(self.discarded.items())],
             learnt=self.policy.state_dict(),
+            leaving=None if self.leaving is None else self.leaving.state,
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -484,4 +491,6 @@ class Controller:
         self.history, self._num_intervals = list(saved.history), saved.num_intervals
         self.quarantine, self._unsent = saved.quarantine, None
         self.discarded = Counter({(rank, why): n for rank, why, n in saved.discarded})
+        if self.leaving is not None and saved.leaving is not None:
+            self.leaving.state = saved.leaving
         self._restrict(self.plan.sizes)

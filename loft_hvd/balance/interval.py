@@ -314,9 +314,9 @@ class Interval:
     step_s: float  # by rank 0's own clock, wait and aggregation included; NaN when not known
     discarded: Mapping[str, list[int]] = field(default_factory=dict)  # ranks by reason
     step_error_s: float = 0.0  # the standard error of ``step_s``; 0 when not known
-    # Seconds that ranks without samples were busy with a batch that did not count, [world_size]; 0
-    # of all others.
-    idle_s: Floats = field(default_factory=lambda: np.zeros(0))
+    # Seconds that ranks without samples took to fetch and to compute a batch that did not count,
+    # [2, world_size]; 0 of all others.
+    idle_s: Floats = field(default_factory=lambda: np.zeros((2, 0)))
 
     @property
     def busy_s(self) -> Floats:
@@ -381,7 +381,8 @@ def screen(
         float(step_s),
         {why: np.flatnonzero(which).tolist() for why, which in reasons.items() if which.any()},
         step_error_s,
-        np.where(idle & positive & (busy <= _LONGEST_S), busy, 0.0),  # longer than usual steps
+        # Longer than usual steps, as it may be.
+        np.where(idle & positive & (busy <= _LONGEST_S), known[:, [FETCH, COMPUTE]].T, 0.0),
     )
 
 

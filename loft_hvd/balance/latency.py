@@ -34,6 +34,7 @@ from loft_hvd.errors import ArgumentError
 
 __all__ = ["Curves", "Held", "StepModel", "queued_samples", "typical_longest"]
 
+_COMPUTE_TERMS = ("compute_fixed_s", "compute_s", "plateau_s")
 _NO_TERMS = ("source", "aggregate_s", "is_coupled", "tables")
 _POINTS = 96  # of an integral over time
 
@@ -343,11 +344,15 @@ class StepModel:
         share = np.where(hits > 0, 1.0, self.hit_share)
         return replace(self, hits=np.maximum(known, hits), hit_share=share)
 
-    def slower(self, factor: Floats) -> StepModel:
-        """Return the model with every time of a rank multiplied by ``factor`` [world_size]."""
+    def slower(self, fetch: Floats, compute: Floats) -> StepModel:
+        """Return the model with what fetching and computing take multiplied, [world_size] each."""
         times = [item.name for item in fields(self) if item.name.endswith("_s")]
         times.remove("aggregate_s")
-        return replace(self, **{name: factor * getattr(self, name) for name in times})
+        by_part = {
+            name: (compute if name in _COMPUTE_TERMS else fetch) * getattr(self, name)
+            for name in times
+        }
+        return replace(self, **by_part)
 
     def local(self, sizes: Floats) -> Floats:
         """Return the expected local samples of batches ``sizes``, both [..., world_size]."""

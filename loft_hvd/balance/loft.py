@@ -405,7 +405,7 @@ class Loft(Policy):
         step = np.array(found) - now
         error = fit.stderr(found) / np.maximum(model.times(found), 1e-9)
         others = [
-            solve(model.slower(1.0 + error), total, limits),
+            solve(model.slower(1.0 + error, 1.0 + error), total, limits),
             *(task.rounded(now + share * step) for share in _LESS),
             self.state.equal.sizes,
         ]

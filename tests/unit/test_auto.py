@@ -245,3 +245,39 @@ def test_a_rule_of_the_users_own_scales_the_learning_rate() -> None:
         scale=lambda _: 20_000.0, num_steps=120, lr_scale=lambda batch, base, _: batch + base
     )
     assert rates == [total + 32 for total in totals]
+
+
+@pytest.mark.parametrize("by_cost", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_stream_s_shares_follow_the_global_batch(by_cost: bool) -> None:
+    """Gradients are mostly noise, and a step takes as long whatever its batch."""
+
+    def work(ends: LocalTransport) -> list[tuple[int, int]]:
+        clock = Clock()
+        balancer = loft.Balancer(
+            "auto", min_global=32, max_global=128, interval=6, transport=ends, clock=clock
+        )
+        weight = torch.nn.Parameter(torch.zeros(8))
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1e-3), balancer=balancer, transport=ends
+        )
+        random = torch.Generator().manual_seed(ends.rank)
+        stream = (torch.randn(8, generator=random) + 0.05 for _ in range(20_000))
+        cost = (lambda sample: 1 + int(sample[0] > 1)) if by_cost else None
+        steps = []
+        for batch in itertools.islice(loft.StreamLoader(stream, balancer, cost=cost), 150):
+            optimizer.zero_grad()
+            (weight * batch.mean(dim=0)).sum().backward()
+            clock.now += 100.0
+            optimizer.step()
+            steps.append((len(batch), balancer.global_batch_size))
+        return steps
+
+    found = run_ranks(2, work)
+    totals = [[total for _, total in steps] for steps in found]
+    assert totals[0] == totals[1]
+    assert totals[0][0] == 32
+    assert totals[0][-1] == 128
+    if not by_cost:
+        sums = [sum(size for size, _ in of_step) for of_step in zip(*found, strict=True)]
+        assert sums[0] == 32
+        assert sums[-1] == 128

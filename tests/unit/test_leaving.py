@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,13 @@ from torch.utils.data import TensorDataset
 import loft_hvd as loft
 from loft_hvd.balance import meetings
 from loft_hvd.balance.controller import Controller
-from loft_hvd.balance.interval import COMPUTE
+from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, STALL
 from loft_hvd.balance.latency import Curves, StepModel
+from loft_hvd.balance.leaving import LeavingState
 from loft_hvd.balance.plan import Bounds, Sizes, StepSizes
 from loft_hvd.balance.search import exact, with_none
-from loft_hvd.errors import ArgumentError, UsageError
+from loft_hvd.codec import encode
+from loft_hvd.errors import ArgumentError, PlanError, UsageError
 from loft_hvd.optimizer.options import check_each_step_has_a_batch
 from loft_hvd.transport import waits
 from loft_hvd.transport.base import Channel
@@ -88,21 +92,24 @@ def drive(
     controller: Controller,
     *,
     intervals: int,
+    first: int = 0,
     trial_s: Callable[[int], float] | None = None,
 ) -> list[Sizes]:
     """Return the sizes of each interval; ranks that are left out compute two samples in each."""
     in_force = []
-    for number in range(intervals):
+    for number in range(first, first + intervals):
         sizes = controller.plan.sizes
         in_force.append(sizes)
         model = models(number)
         rows, _ = measure(model, sizes, seed=[3, number], noise=0.02, steps=20)
-        step_s = float(rows[np.array(sizes) > 0, COMPUTE].max())
+        step_s = float(rows[np.array(sizes) > 0][:, [STALL, COMPUTE]].sum(axis=1).max())
         for rank, size in enumerate(sizes):
             if not size:
-                tried_s = float(model.times([2] * len(sizes))[rank])
-                rows[rank] = 0.0
-                rows[rank, COMPUTE] = tried_s if trial_s is None else trial_s(number)
+                tried, _ = measure(model, (2,) * len(sizes), seed=[4, number], noise=0.02, steps=1)
+                parts = [FETCH, STALL, COMPUTE]
+                rows[rank] = np.where(np.isin(np.arange(len(COLUMNS)), parts), tried[rank], 0.0)
+                if trial_s is not None:
+                    rows[rank, COMPUTE] = trial_s(number)
         observe(controller, rows, step=20 * number + 19, step_s=step_s)
         controller.decide(20 * (number + 1))
     return in_force
@@ -163,6 +170,20 @@ def test_a_rank_comes_back_within_four_intervals_of_its_recovery() -> None:
     assert min(sizes[-1]) > 0
 
 
+@pytest.mark.parametrize("link", ["latency", "rate"])
+def test_a_rank_comes_back_within_four_intervals_of_its_links_recovery(link: str) -> None:
+    """Rank 3 reads over a link that takes 0.3 s for any batch, or 0.15 s a sample."""
+    slow = np.array([0.0, 0.0, 0.0, 1.0])
+    term, seconds = {"latency": ("fetch_fixed_s", 0.3), "rate": ("remote_s", 0.15)}[link]
+    model = replace(EVEN, hits=np.where(slow > 0, 0.0, np.inf))
+    cut = replace(model, **{term: seconds * slow})
+    sizes = drive(lambda at: cut if at < 14 else model, adaptive(), intervals=24)
+    assert sizes[13][3] == 0
+    back = next(at for at in range(14, 24) if sizes[at][3])
+    assert back - 14 <= 4
+    assert min(sizes[-1]) > 0
+
+
 def test_a_rank_that_is_fast_in_trials_alone_comes_back_ever_less_often() -> None:
     controller = adaptive()
     sizes = drive(
@@ -173,15 +194,25 @@ def test_a_rank_that_is_fast_in_trials_alone_comes_back_ever_less_often() -> Non
     assert controller.plan.sizes[3] == 0
 
 
-def test_a_state_goes_on_without_those_left_out() -> None:
+@pytest.mark.parametrize("is_recovered", [False, True])
+def test_a_state_goes_on_with_those_left_out_and_their_trials(is_recovered: bool) -> None:
     before = adaptive()
     drive(lambda _: SLOW, before, intervals=12)
     after = adaptive()
-    after.load_state_dict(before.state_dict())
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.plan == before.plan
     assert after.task.bounds.cap[3] == 0
-    sizes = drive(lambda _: SLOW, after, intervals=3)
-    assert all(each[3] == 0 for each in sizes)
+    # Its first trial since is compared with those before.
+    model = EVEN if is_recovered else SLOW
+    sizes = drive(lambda _: model, after, first=12, intervals=4)
+    assert any(each[3] > 0 for each in sizes) is is_recovered
+
+
+def test_a_state_of_trials_that_is_of_another_world_is_refused() -> None:
+    state = adaptive().state_dict()
+    state["leaving"] = encode(LeavingState.of(3))
+    with pytest.raises(PlanError, match="leaving has 3 ranks"):
+        adaptive().load_state_dict(state)
 
 
 # What it then does.
