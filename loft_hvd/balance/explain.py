@@ -72,7 +72,8 @@ def _differs(one: RankTimes, others: Sequence[RankTimes], *, step_s: float) -> f
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
     """Return the ranks whose own work takes well over that of the others, slowest first.
 
-    Each is compared with the median of the other ranks: of two with the other one.
+    Each is compared with the median of the other ranks: of two with the other one. Or the rank that
+    is slow by what is beside its own work, where that costs more.
     """
     measured = [time for time in times if time.samples > 0]
     if len(measured) < 2:
@@ -92,7 +93,10 @@ def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
         rest_s = max((each.busy_s for each in measured if each.rank not in names), default=0.0)
         share = (longest_s - rest_s) / step_s if step_s > 0 else 0.0
         slow.append(SlowRank(time.rank, time.busy_s / usual_s, _cause(time, others), share))
-    return tuple(slow) or _find_beside(measured, step_s=step_s)
+    beside = _find_beside(measured, step_s=step_s)
+    # Whoever costs more hides what the others' own work would save.
+    by_work = max((each.share for each in slow), default=0.0)
+    return beside if any(each.share > by_work for each in beside) else tuple(slow)
 
 
 def _parts(time: RankTimes) -> dict[str, float]:
@@ -162,10 +166,16 @@ def why_none(times: Sequence[RankTimes]) -> str:
     return "their times vary too much, or are too few, to say which rank is the slow one"
 
 
-def waited_share(times: Sequence[RankTimes]) -> float:
-    """Return the share of a step that ranks wait for the longest one, on average."""
-    busy = [each.busy_s for each in times if each.samples > 0]
+def waited_share(times: Sequence[RankTimes], slow: Sequence[SlowRank] = ()) -> float:
+    """Return the share of a step that ranks wait for the longest one, on average.
+
+    Args:
+        times: of the ranks.
+        slow: what ``find_slow`` says of them: a step waits for what is beside a rank's work, too.
+    """
     step_s = max((each.wall_s for each in times if each.samples > 0), default=0.0)
+    beside_s = {each.rank: each.share * step_s for each in slow if each.cause in WORK}
+    busy = [each.busy_s + beside_s.get(each.rank, 0.0) for each in times if each.samples > 0]
     if not (busy and step_s > 0):
         return 0.0
     return max(max(busy) - statistics.fmean(busy), 0.0) / step_s  # not -0.0, by rounding
@@ -232,7 +242,7 @@ def _describe_waits(
     if turns is not None:  # on average nobody waits for anybody
         lines.append(say_turns(turns))
     elif step_s > 0 and len(measured) > 1:
-        share = waited_share(times)
+        share = waited_share(times, slow)
         lines.append(
             f"ranks wait for the longest one {1e3 * share * step_s:.1f} ms of a step of "
             f"{1e3 * step_s:.1f} ms on average, {share:.0%}"

@@ -118,6 +118,35 @@ def test_a_wait_for_less_than_a_tenth_is_told_as_that() -> None:
     assert "no rank is slow: none takes a tenth more than the others" in describe(line)
 
 
+def called_back(seconds: float, *compute_ms: float) -> list[RankTimes]:
+    """Return ranks of which the last one spends so long beside its passes, while all others wait.
+
+    Steps of 0.2 s.
+    """
+    line = [replace(each, wall_s=0.2) for each in times([0] * len(compute_ms), list(compute_ms))]
+    own = [replace(each, wait_s=seconds, typical_other_s=0.002) for each in line[:-1]]
+    return [*own, replace(line[-1], typical_other_s=seconds + 0.002)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_wait_for_who_is_slow_between_its_passes(num_ranks: int) -> None:
+    said = describe(called_back(0.1, *[20.0] * num_ranks)).splitlines()
+    share = 0.1 * (num_ranks - 1) / num_ranks / 0.2
+    assert said[0].startswith(f"ranks wait for the longest one {200 * share:.1f} ms of a step of")
+    assert said[0].endswith(f"on average, {share:.0%}")
+    assert said[1].startswith(f"rank {num_ranks - 1} is slow: other (its time in a step takes ")
+    assert said[1].endswith("without it a step would be 50.0% shorter")
+
+
+def test_whoever_costs_most_is_named_by_work_or_beside_it() -> None:
+    assert [(each.rank, each.cause) for each in find_slow(called_back(0.1, 50, 20, 20, 20))] == [
+        (3, "other")
+    ]
+    assert [(each.rank, each.cause) for each in find_slow(called_back(0.03, 90, 20, 20, 20))] == [
+        (0, "compute")
+    ]
+
+
 def test_the_passes_are_told_apart_where_they_are_known() -> None:
     line = [replace(each, forward_s=0.004) for each in times([0, 0, 0], [10, 10, 30])]
     (slow,) = find_slow(line)

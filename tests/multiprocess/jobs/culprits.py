@@ -24,9 +24,12 @@ import loft_hvd as loft
 ENGINE = sys.argv[1]
 BATCH, WIDTH, INTERVAL, NUM_STEPS = 12, 64, 10, 48
 OWN_S, SLOW_S = 0.5e-3, 4e-3  # of a sample
+CALLBACK_S = 0.15  # a batch, whatever its size
 CASES = [("fetch", "sum"), ("forward", "average"), ("backward", "metric"), ("forward", "later")]
 if ENGINE == "ddp":
     CASES += [("forward", "torchmetrics")]  # it knows torch.distributed alone
+CALLBACKS = ("before step", "after step")  # of the script's own
+CASES += [(each, "sum") for each in CALLBACKS]
 
 
 class Slow(torch.autograd.Function):
@@ -102,8 +105,9 @@ def run(where: str | None, way: str) -> dict[str, Any]:
     """Train a while; return who was named, and the last sizes."""
     slow = rank == world_size - 1
     seconds = {each: OWN_S for each in ("fetch", "forward", "backward")}
+    seconds |= dict.fromkeys(CALLBACKS, 0.0)
     if slow and where is not None:
-        seconds[where] = SLOW_S
+        seconds[where] = CALLBACK_S if where in CALLBACKS else SLOW_S
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.Tanh(), SlowBackward(seconds["backward"]), nn.Linear(WIDTH, 1)
@@ -148,12 +152,14 @@ def run(where: str | None, way: str) -> dict[str, Any]:
         loss = model(x).square().mean()
         ways[way](loss.detach().reshape(1))
         loss.backward()
+        time.sleep(seconds["before step"])
         optimizer.step()
+        time.sleep(seconds["after step"])
         optimizer.zero_grad()
         if step == INTERVAL + 1:
             text = balancer.explain()
             named = [" ".join(each) for each in re.findall(r"rank (\d) is slow: (\w+)", text)]
-        if step == NUM_STEPS:
+        if step == (INTERVAL + 1 if where in CALLBACKS else NUM_STEPS):
             break
     return {"where": where, "way": way, "named": named, "sizes": list(balancer.plan.sizes)}
 
