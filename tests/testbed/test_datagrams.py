@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loft_hvd._native import datagram_extension
-from tests.support.launch import Finished
+from tests.support.launch import Finished, launcher_here
 from tests.support.marks import long_first
 from tests.testbed.hosts import Testbed
 from tests.testbed.test_faults import LOADED_S
@@ -27,10 +27,14 @@ pytestmark = [
 MOST_S = 15.0  # on idle cores
 ALL = ["match u32 0 0"]  # whatever it is
 UDP = 17
-KINDS = ("tolerant", "torch-tolerant")
+KINDS = (("tolerant", "gloo"), ("torch-tolerant", "gloo"), ("tolerant", "mpirun"))
 
 
-def run_job(testbed: Testbed, folder: Path, what: str, during: Callable[[], None]) -> Finished:
+def run_job(
+    testbed: Testbed, folder: Path, what: str, launcher: str, during: Callable[[], None]
+) -> Finished:
+    if launcher == "mpirun" and not launcher_here("mpi"):
+        pytest.skip("mpirun is not on PATH")
     testbed.up(3)
 
     def begin() -> None:
@@ -38,15 +42,20 @@ def run_job(testbed: Testbed, folder: Path, what: str, during: Callable[[], None
         time.sleep(1.0)
         during()
 
-    return testbed.run([JOB, str(folder), what], timeout_s=150, during=begin)
+    return testbed.run(
+        [JOB, str(folder), what], timeout_s=150, options=["--launcher", launcher], during=begin
+    )
 
 
 @pytest.mark.parametrize(
-    ("signal", "what"),
-    long_first([(signal, what) for what in KINDS for signal in ("KILL", "STOP")], 2),
+    ("signal", "what", "launcher"),
+    [
+        *long_first([(signal, *kind) for kind in KINDS[:2] for signal in ("KILL", "STOP")], 2),
+        *long_first([(signal, *KINDS[2]) for signal in ("STOP", "KILL")]),
+    ],
 )
 def test_a_rank_that_fails_is_named_and_every_process_ends(
-    signal: str, what: str, testbed: Testbed, tmp_path: Path
+    signal: str, what: str, launcher: str, testbed: Testbed, tmp_path: Path
 ) -> None:
     failed_at = 0.0
 
@@ -55,20 +64,20 @@ def test_a_rank_that_fails_is_named_and_every_process_ends(
         failed_at = time.time()
         testbed.tell("signal", "host1", signal)
 
-    done = run_job(testbed, tmp_path, what, fail)
+    done = run_job(testbed, tmp_path, what, launcher, fail)
     if signal == "STOP":
         testbed.tell("signal", "host1", "KILL")  # it stays as it is
     assert "datagrams between ranks: at least" in done.output
     assert done.returncode not in (0, None), done.output[-9000:]
-    # By the heartbeat; or by Gloo, where the script's own all-reduce was under way.
-    named = r"rank 1 \(process \d+ on host1\)|to or from rank 1:"
+    # By the heartbeat; by Gloo, where the script's own all-reduce was under way; or by mpirun.
+    named = r"rank 1 \(process \d+ on host1\)|to or from rank 1:|process rank 1 with PID"
     assert re.search(named, done.output), done.output
     assert done.ended_at - failed_at <= MOST_S + LOADED_S, done.output[-9000:]
 
 
-@pytest.mark.parametrize("what", long_first(KINDS))
+@pytest.mark.parametrize(("what", "launcher"), long_first([KINDS[0], KINDS[2], KINDS[1]], 2))
 def test_where_udp_is_cut_in_the_midst_of_a_job_it_goes_on(
-    what: str, testbed: Testbed, tmp_path: Path
+    what: str, launcher: str, testbed: Testbed, tmp_path: Path
 ) -> None:
     def cut() -> None:
         with lose(testbed, "host1", ALL, UDP), lose(testbed, "host2", ALL, UDP):
@@ -78,7 +87,7 @@ def test_where_udp_is_cut_in_the_midst_of_a_job_it_goes_on(
             while testbed.tell("ranks") and time.monotonic() < until:
                 time.sleep(0.2)
 
-    done = run_job(testbed, tmp_path, what, cut)
+    done = run_job(testbed, tmp_path, what, launcher, cut)
     done.succeeded(3)
     told = re.findall(
         r"rank (\d): no UDP packet passes any more between \S+ and rank (\d)", done.output
@@ -101,3 +110,13 @@ def test_where_udp_never_passes_ranks_take_the_other_lane(testbed: Testbed, tmp_
         r"rank 1 does not hear rank 0 \(10\.77\.0\.10:\d+/udp to 10\.77\.0\.11:\d+/udp\)",
         done.output,
     ), done.output[-9000:]
+
+
+def test_ranks_stay_equal_and_small_over_1000_steps_that_lose_packets(testbed: Testbed) -> None:
+    testbed.up(3, "--loss", "1%")
+    done = testbed.run(["tests/testbed/jobs/lossy_steps.py"], timeout_s=120)
+    told = re.findall(r"finished; (\d+) lost, (\d+) filled, (-?[\d.]+) MB", done.succeeded(3))
+    for lost, filled, more_mb in told:
+        assert int(lost) > 100
+        assert int(filled) > 0
+        assert float(more_mb) < 4.0, told  # 1,000 rows of a byte a block are less
