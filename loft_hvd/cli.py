@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from loft_hvd.fleet.jobs import Fleet, Job
+    from loft_hvd.fleet.many import ManyOptions
 
 __all__ = ["build_app", "main"]
 
@@ -228,9 +229,9 @@ def _check_plan(fleet: Fleet, job: Job, log: str, *, assume: bool) -> None:
 
 
 def _plan(
-    cluster: str, jobs: str, name: str | None, files: _PlanFiles, *, tries: bool, assume: bool
+    cluster: str, jobs: str, name: str | None, files: _PlanFiles, *, options: ManyOptions
 ) -> None:
-    """Print where a job should run, or what starts it there."""
+    """Print where a job should run, or what starts it there; without a name, when all jobs run."""
     from loft_hvd.fleet.emit import emit, first_sizes
     from loft_hvd.fleet.parse import read_cluster, read_jobs
     from loft_hvd.fleet.plan_page import plan_page
@@ -238,15 +239,16 @@ def _plan(
 
     fleet = read_cluster(cluster)
     known = read_jobs(jobs, fleet)
-    if name is None and len(known) > 1:
-        raise UsageError(f"plan: {jobs} has the jobs {sorted(known)}; name one with --job")
+    if name is None and (len(known) > 1 or options.is_asked):
+        _plan_many(fleet, known, files, read=[cluster, jobs], options=options)
+        return
     chosen = next(iter(known)) if name is None else name
     if chosen not in known:
         raise UsageError(f"plan: --job {chosen!r} is none of {sorted(known)} in {jobs}")
     if files.check is not None:
-        _check_plan(fleet, known[chosen], files.check, assume=assume)
+        _check_plan(fleet, known[chosen], files.check, assume=options.assume)
         return
-    plan = plan_job(fleet, known[chosen], simulates=tries, assume=assume)
+    plan = plan_job(fleet, known[chosen], simulates=options.simulates, assume=options.assume)
     read = [cluster, jobs]
     if files.sizes_file is not None:
         _write("--sizes", files.sizes_file, first_sizes(plan), inputs=read)
@@ -262,6 +264,33 @@ def _plan(
     head, *rest = describe(plan)
     print(printable(head))
     _print_table(plan_table(plan), words=(0, 1, 2))
+    _print_text(printable("\n".join(rest)))
+
+
+def _plan_many(
+    fleet: Fleet,
+    jobs: dict[str, Job],
+    files: _PlanFiles,
+    *,
+    read: Sequence[str],
+    options: ManyOptions,
+) -> None:
+    """Print which jobs run when and where, and which are not admitted."""
+    from loft_hvd.fleet.many import describe_many, many_table, many_to_dict, plan_many
+
+    of_one = {"--emit": files.emit, "--sizes": files.sizes_file, "--check": files.check}
+    if asked := [option for option, value in of_one.items() if value is not None]:
+        raise UsageError(
+            f"plan: {' and '.join(asked)} {'is' if len(asked) == 1 else 'are'} of one job, but "
+            f"{read[1]} has {sorted(jobs)}; name one with --job"
+        )
+    plan = plan_many(fleet, jobs, options)
+    if files.json_file is not None:
+        text = json.dumps(many_to_dict(plan), indent=1) + "\n"
+        _write("--json", files.json_file, text, inputs=read)
+    head, rest = describe_many(plan)
+    _print_text(printable(head))
+    _print_table(many_table(plan), words=(0, 6))
     _print_text(printable("\n".join(rest)))
 
 
@@ -607,7 +636,7 @@ def _add_fleet_commands(app: typer.Typer) -> None:
     def _plan_command(  # noqa: PLR0913 - a command's options
         cluster: str = typer.Argument(..., help="The machines, a TOML file (docs/plan.md)."),
         jobs: str = typer.Argument(..., help="The jobs, a TOML file."),
-        job: str = typer.Option(None, help="Which job; needless where there is one."),
+        job: str = typer.Option(None, help="Plan this one, as if alone; without, all jobs."),
         emit: str = typer.Option(
             None, metavar="KIND", help="Print what starts it: horovodrun, mpirun, sbatch, mpijob."
         ),
@@ -624,10 +653,20 @@ def _add_fleet_commands(app: typer.Typer) -> None:
         assume: bool = typer.Option(
             False, "--assume", help="Take what run logs do not tell apart as it is."
         ),
+        policy: str = typer.Option(
+            "price", help="Of many jobs: price, fifo, drf, dorm, oasis or las."
+        ),
+        solver: str = typer.Option("fill", help="Of many jobs: fill, milp or round."),
+        model: str = typer.Option("ours", help="Speeds of many jobs: ours, ps or ring."),
+        slot_s: float = typer.Option(None, "--slot", help="Seconds of a slot of time."),
+        horizon_s: float = typer.Option(None, "--horizon", help="Seconds to look ahead."),
     ) -> None:
-        """Say which hosts a job should take, with what sizes, and what each host is worth."""
+        """Say which hosts a job should take, with what sizes; of several jobs, which run when."""
+        from loft_hvd.fleet.many import ManyOptions
+
         files = _PlanFiles(json_file, sizes, page, emit, image, check)
-        _plan(cluster, jobs, job, files, tries=simulate, assume=assume)
+        options = ManyOptions(policy, solver, model, slot_s, horizon_s, simulate, assume)
+        _plan(cluster, jobs, job, files, options=options)
 
 
 def _add_report_commands(app: typer.Typer) -> None:
@@ -718,6 +757,9 @@ def _bench_app() -> typer.Typer:
     from loft_hvd.bench.robustness import RobustnessBench
     from loft_hvd.bench.skews import SKEWS
     from loft_hvd.bench.steps import StepBench
+    from loft_hvd.bench.traces import TraceBench
+    from loft_hvd.fleet.policies import POLICIES
+    from loft_hvd.fleet.prices import RESERVE
 
     app = typer.Typer(no_args_is_help=True, help="Measure speed, and accuracy under attack.")
     ranks_option = typer.Option(4, "--ranks", min=2, help="Ranks on this machine.")
@@ -840,6 +882,22 @@ def _bench_app() -> typer.Typer:
             chosen, files=(json_file, kept_file), show=_print_table, progress=_print_progress
         )
         raise typer.Exit(code)
+
+    @app.command("plan")
+    def _traces_command(
+        settings: str = typer.Option(
+            "20x4-50,20x4-100,20x4-50-links,20x4-100-links,gadget", help="Clusters and jobs."
+        ),
+        seeds: int = typer.Option(20, min=1, help="Draws of each."),
+        policies: str = typer.Option("", help="Of price,fifo,drf,dorm,oasis,las; all."),
+        reserve: float = typer.Option(RESERVE, min=0.0, help="How high lowest prices are."),
+        scale: float = typer.Option(1.0, min=1e-6, help="What prices are multiplied by."),
+        json_file: str = json_option,
+    ) -> None:
+        """Plan made-up jobs that arrive at a cluster, by all policies, beside a bound on worth."""
+        names = _names(policies) or tuple(POLICIES)
+        chosen = TraceBench(_names(settings), seeds, names, reserve, scale)
+        raise typer.Exit(commands.bench_plan(chosen, json_file=json_file, show=_print_table))
 
     return app
 

@@ -39,12 +39,14 @@ from loft_hvd.bench.robustness import (
 )
 from loft_hvd.bench.scopes import SHARDS_EXPOSED, ScopeCost, cost_of
 from loft_hvd.bench.steps import StepBench
+from loft_hvd.bench.traces import TraceBench, measure_traces, summarise_traces, trace_rows
 from loft_hvd.errors import DataError, MissingDependencyError
 
 __all__ = [
     "Show",
     "bench_allreduce",
     "bench_kernels",
+    "bench_plan",
     "bench_robustness",
     "bench_step",
     "lines_of",
@@ -219,6 +221,16 @@ def bench_robustness(
         "goals": [_with_verdict(goal) for goal in goals],
     }
     return _write(results, files[0])
+
+
+def bench_plan(bench: TraceBench, *, json_file: str | None, show: Show) -> int:
+    """Plan made-up jobs by all policies, show what each comes to; return the exit status."""
+    check_writable(json_file)
+    found = measure_traces(bench, progress=_tell)
+    for name, rows in found.items():
+        show(trace_rows(name, rows))
+    summaries = {name: summarise_traces(rows) for name, rows in found.items()}
+    return _write({"bench": asdict(bench), "summary": summaries, "runs": found}, json_file)
 
 
 def _write(results: dict[str, object], json_file: str | None) -> int:

@@ -62,6 +62,7 @@ EXTRAS = {
     "horovod": "horovod",
     "matplotlib": "plots",
     "pyarrow": "store",
+    "scipy": "plan",
     "typer": "cli",
     "rich": "cli",
     "xxhash": "store",

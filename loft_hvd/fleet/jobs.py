@@ -39,6 +39,7 @@ Rate = Annotated[float, Within(1.0, 1e15)]  # bytes a second
 Bytes = Annotated[float, Within(0.0, 1e18)]
 LEAST_S = 1e-12  # a step takes some time: times are divided by it
 Seconds = Annotated[float, Within(0.0, 1e6)]
+Instant = Annotated[float, Within(0.0, 1e9)]  # seconds, up to 30 years
 Share = Annotated[float, Within(0.0, 1.0)]
 Samples = Annotated[int, Within(1, 1e12)]
 Batch = Annotated[int, Within(1, 1e7)]
@@ -247,8 +248,25 @@ class Job:
     min_workers: Annotated[int, Within(1, _MOST_RANKS)] = 1
     max_workers: Annotated[int, Within(1, _MOST_RANKS)] = _MOST_RANKS
     needs: WorkerNeeds = field(default_factory=WorkerNeeds)
+    # Beside other jobs: all instants count from one start, as that of the plan.
+    arrival_s: Instant = 0.0  # before which it does not start
+    after: list[str] = field(default_factory=list)  # jobs that must have ended
+    worth: Annotated[float, Within(1e-9, 1e12)] = 1.0  # in any unit that is one for all jobs
+    deadline_s: Instant | None = None  # from which on its end is worth nothing
+    wished_s: Instant | None = None  # after arrival, when half of its worth is gone
+    urgency: Annotated[float, Within(0.0, 1e3)] = 0.0  # how steep that is; 0: its worth stays
 
     def __post_init__(self) -> None:
+        if (self.urgency > 0) != (self.wished_s is not None and self.wished_s > 0):
+            raise ArgumentError(
+                f"urgency={self.urgency:g} and wished_s={self.wished_s} belong together: give both "
+                "above 0, or none where its worth stays"
+            )
+        if self.deadline_s is not None and self.deadline_s <= self.arrival_s:
+            raise ArgumentError(
+                f"deadline_s={self.deadline_s:g} must be after arrival_s={self.arrival_s:g}; both "
+                "count from the start of the plan"
+            )
         if not self.command or not all(self.command):
             raise ArgumentError(f'command={self.command} must be words, as ["python", "train.py"]')
         if any("\0" in word or "\n" in word for word in self.command):
@@ -300,3 +318,23 @@ class JobList:
         if not 1 <= len(self.jobs) <= _MOST_JOBS:
             raise ArgumentError(f"{len(self.jobs)} jobs: give 1 to {_MOST_JOBS}, [[jobs]]")
         _check_names("job", (job.name for job in self.jobs), _JOB, _JOBS_TAKE)
+        self._check_after()
+
+    def _check_after(self) -> None:
+        """Raise where a job waits for one that is not there, or for itself."""
+        known = {job.name: set(job.after) for job in self.jobs}
+        for name, before in known.items():
+            if missing := sorted(before - set(known)):
+                raise ArgumentError(
+                    f"job {name!r} is after={missing}, none of [[jobs]] {sorted(known)}; name one "
+                    "of these, or add it"
+                )
+        left = dict(known)
+        while free := [name for name, before in left.items() if not before & set(left)]:
+            for name in free:
+                del left[name]
+        if left:
+            raise ArgumentError(
+                f"jobs {sorted(left)} wait for each other by after=, so none can start; take one "
+                "of these out"
+            )

@@ -382,10 +382,36 @@ def test_plan_writes_what_is_asked(app: typer.Typer, tmp_path: Path) -> None:
     assert f"LOFT_HVD_FIRST_SIZES={written[1]}" in line
 
 
+def test_plan_without_a_name_plans_all_jobs(app: typer.Typer, tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    words = ["--no-simulate", "--json", file, "--policy", "fifo"]
+    result = CliRunner().invoke(app, ["plan", *_plan_files(tmp_path), *words])
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 jobs admitted, worth 2 of 2; policy fifo" in result.output
+    plan = json.loads(Path(file).read_text())
+    assert [job["name"] for job in plan["jobs"]] == ["resnet", "other"]
+    assert plan["jobs"][1]["start_s"] >= plan["jobs"][0]["end_s"]  # both want all A100
+
+
+def test_bench_plan_prints_all_policies_and_keeps_a_record(
+    app: typer.Typer, tmp_path: Path
+) -> None:
+    pytest.importorskip("scipy", reason="the bound is a linear program")
+    file = tmp_path / "plan.json"
+    words = ["--settings", "20x4-50", "--policies", "price,fifo", "--seeds", "1"]
+    result = CliRunner().invoke(app, ["bench", "plan", *words, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "price over it" in " ".join(result.output.split())
+    found = json.loads(file.read_text())
+    summary = found["summary"]["20x4-50"]
+    assert 1.0 >= summary["price"]["share"] > summary["fifo"]["share"] > 0.0
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ([], r"has the jobs \['other', 'resnet'\]; name one with --job"),
+        (["--emit", "mpirun"], r"is of one job, but .*\['other', 'resnet'\]; name one with --job"),
+        (["--policy", "luck"], "--policy 'luck' must be one of price"),
         (["--job", "third"], r"--job 'third' is none of \['other', 'resnet'\]"),
         (["--job", "other", "--emit", "ray"], "--emit 'ray' must be one of horovodrun"),
         (["--job", "other", "--sizes", "."], "--sizes '.'"),

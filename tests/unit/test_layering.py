@@ -215,6 +215,15 @@ _LAYERS = {
     "fleet/check_log.py": 8,
     "fleet/plan_page.py": 8,
     "fleet/emit.py": 8,
+    "fleet/timeline.py": 2,
+    "fleet/solvers.py": 2,
+    "fleet/prices.py": 2,
+    "fleet/refusals.py": 2,
+    "fleet/policies.py": 2,
+    "fleet/speeds.py": 0,
+    "fleet/demands.py": 8,
+    "fleet/bounds.py": 2,
+    "fleet/many.py": 8,
     "report/__init__.py": 0,
     "report/svg.py": 0,
     "report/html.py": 1,
@@ -255,6 +264,7 @@ _LAYERS = {
     "bench/skews.py": 8,
     "bench/scopes.py": 8,
     "bench/steps.py": 8,
+    "bench/traces.py": 8,
 }
 # The only file that may import a module or what is inside it.
 _SINGLE_IMPORTERS = {
@@ -269,6 +279,7 @@ _SINGLE_IMPORTERS = {
     "accelerate": "accelerated.py",
     "pyarrow": "data/arrow.py",
     "xxhash": "store/shelf.py",
+    "scipy": "fleet/solvers.py",
     "typer": "cli.py",
     "rich": "cli.py",
 }

@@ -1,0 +1,348 @@
+"""A plan for many jobs: which run when and where, which are not admitted and why."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from loft_hvd.codec import encode
+from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.fleet.demands import RESOURCES, SPEEDS, Machines, demand_of, in_slots
+from loft_hvd.fleet.jobs import Fleet, Job
+from loft_hvd.fleet.measured import Origin, with_logs
+from loft_hvd.fleet.place import Choice
+from loft_hvd.fleet.policies import POLICIES, Options, plan_all
+from loft_hvd.fleet.prices import PriceRange, price_range
+from loft_hvd.fleet.rate import predict
+from loft_hvd.fleet.run import JobPlan, scenario_of, show_time
+from loft_hvd.fleet.solvers import SOLVERS
+from loft_hvd.fleet.timeline import (
+    Demand,
+    Ints,
+    Outcome,
+    PlannedJob,
+    Workload,
+)
+from loft_hvd.simulate.simulation import simulate
+
+__all__ = ["ManyOptions", "ManyPlan", "describe_many", "many_table", "many_to_dict", "plan_many"]
+
+_SLOTS, _MOST_SLOTS = 200, 2000
+_NORMAL_19_OF_20 = 1.96  # standard errors to both sides
+_HOUR_S = 3600.0
+_HASTE = 1.0  # of its worth, that a job without urgency would give to end now, not at the horizon
+
+
+@dataclass(frozen=True)
+class ManyOptions:
+    """How many jobs are planned."""
+
+    policy: str = "price"
+    solver: str = "fill"
+    model: str = "ours"
+    slot_s: float | None = None  # None: a part of the time looked at
+    horizon_s: float | None = None  # None: by what the jobs take
+    simulates: bool = True
+    assume: bool = False  # what run logs do not tell apart
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a user set what only many jobs have."""
+        return replace(self, simulates=True, assume=False) != ManyOptions()
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("policy", self.policy, POLICIES),
+            ("solver", self.solver, SOLVERS),
+            ("model", self.model, SPEEDS),
+        ):
+            if value not in known:
+                raise ArgumentError(f"--{what} {value!r} must be one of {', '.join(known)}")
+        for what, seconds in (("slot", self.slot_s), ("horizon", self.horizon_s)):
+            if seconds is not None and not 1e-3 <= seconds <= 1e9:
+                raise ArgumentError(f"--{what} {seconds:g} must be 0.001 to 1e9 seconds")
+
+
+@dataclass(frozen=True)
+class ManyPlan:
+    """What becomes of each job."""
+
+    fleet: Fleet
+    machines: Machines
+    jobs: tuple[Job, ...]
+    options: ManyOptions
+    slot_s: float
+    num_slots: int
+    outcomes: tuple[Outcome, ...]  # of each job
+    tried: Mapping[tuple[str, bytes], JobPlan]  # by name and placement
+    prices: PriceRange | None  # of a unit in a slot; None: the policy has none
+    now_s: float = 0.0
+    running: tuple[PlannedJob, ...] = ()
+
+    def plan_of(self, outcome: Outcome) -> JobPlan | None:
+        """Return a job's place, worked out at length; None where it was not."""
+        if len(outcome.stretches) != 1:
+            return None
+        return self.tried.get((outcome.demand.name, outcome.stretches[0].placement.tobytes()))
+
+    @property
+    def planned(self) -> tuple[PlannedJob, ...]:
+        """All jobs, in the order of the file."""
+        pairs = zip(self.jobs, self.outcomes, strict=True)
+        return tuple(self._planned(job, outcome) for job, outcome in pairs)
+
+    def at_s(self, slot: float) -> float:
+        """Return the instant of a slot, on the clock of ``arrival_s``."""
+        return self.now_s + slot * self.slot_s
+
+    def _planned(self, job: Job, outcome: Outcome) -> PlannedJob:
+        if outcome.end is None:
+            none = (None,) * 4
+            return PlannedJob(job.name, False, self._why(job, outcome), job.arrival_s, *none, (), 0)
+        start_s, end_s = self.at_s(outcome.stretches[0].first), self.at_s(outcome.end)
+        plan = self.plan_of(outcome)
+        error = None if plan is None else plan.error
+        spread_s = None if error is None else _NORMAL_19_OF_20 * error * (end_s - start_s)
+        counts: dict[str, int] = {}
+        most = np.max([each.placement[0] for each in outcome.stretches], axis=0)
+        for at in np.flatnonzero(most).tolist():
+            name = self.machines.places[at][0].name
+            counts[name] = counts.get(name, 0) + int(most[at])
+        return PlannedJob(
+            job.name,
+            True,
+            "",
+            job.arrival_s,
+            start_s,
+            end_s,
+            None if spread_s is None else max(end_s - spread_s, start_s),
+            None if spread_s is None else end_s + spread_s,
+            tuple(counts.items()),
+            outcome.worth,
+        )
+
+    def _why(self, job: Job, outcome: Outcome) -> str:
+        refusal = outcome.refusal
+        end_s = self.at_s(self.num_slots)
+        if refusal is None:
+            return f"it has not ended by {show_time(end_s)}; look further ahead with --horizon"
+        if refusal.why:
+            return refusal.why
+        hourly = refusal.price * _HOUR_S / self.slot_s
+        text = (
+            f"{refusal.resource} cost {hourly:.4g} an hour where it would best run, "
+            f"{refusal.cost:.4g} in all, and it is worth {refusal.worth:.4g} there"
+        )
+        change = refusal.change
+        if change is None:
+            return text
+        needed = [] if change.worth <= job.worth else [f"worth = {change.worth:.6g}"]
+        if change.end is not None:
+            needed.append(f"deadline_s = {math.ceil(self.at_s(change.end))}")
+        if change.num_slots is not None:
+            needed.append(f"--horizon {math.ceil(change.num_slots * self.slot_s)}")
+        return f"{text}; {' and '.join(needed)} would admit it"
+
+
+def plan_many(
+    fleet: Fleet, jobs: Mapping[str, Job], options: ManyOptions, *, prices: PriceRange | None = None
+) -> ManyPlan:
+    """Plan all jobs of a file beside each other.
+
+    Args:
+        fleet: the machines.
+        jobs: all jobs, by name.
+        options: how.
+        prices: of a unit of each resource and an hour; None: by the jobs.
+
+    Raises:
+        PlanError: a job fits nowhere, had it all machines for itself.
+    """
+    now_s = time.time()
+    known = [with_logs(fleet, job, now_s=now_s, assume=options.assume) for job in jobs.values()]
+    found, origins = tuple(job for job, _ in known), {job.name: each for job, each in known}
+    machines = Machines.of(fleet)
+    seconds = [demand_of(machines, job, speed=SPEEDS[options.model]) for job in found]
+    slot_s, num_slots = _slots(options, seconds, machines)
+    tried: dict[tuple[str, bytes], JobPlan] = {}
+    demands = []
+    for job, each in zip(found, seconds, strict=True):
+        demand = in_slots(each, slot_s)
+        if options.model == "ours":
+            confirm = _confirming(machines, job, origins[job.name], options, slot_s, tried)
+            demand = replace(demand, confirm=confirm)
+        if not job.urgency:
+            demand = replace(demand, haste=_HASTE / num_slots)
+        demands.append(demand)
+    workload = Workload(machines.capacity, RESOURCES, num_slots, tuple(demands))
+    if options.policy not in ("price", "oasis"):
+        prices = None
+    elif prices is None:
+        prices = price_range(workload)
+    else:
+        prices = prices.times(slot_s / _HOUR_S)
+    outcomes = plan_all(options.policy, workload, Options(SOLVERS[options.solver], prices))
+    return ManyPlan(fleet, machines, found, options, slot_s, num_slots, outcomes, tried, prices)
+
+
+def _slots(options: ManyOptions, seconds: list[Demand], machines: Machines) -> tuple[float, int]:
+    """Return the length of a slot and how many there are.
+
+    Without a word from the user, time for all jobs four times over, had each the workers that use
+    slots best, and twice the longest one after the last has come.
+    """
+    horizon_s = options.horizon_s
+    if horizon_s is None:
+        total = sum(
+            min(count * each for count, each in zip(one.counts, one.least_slots, strict=True))
+            for one in seconds
+        )
+        longest = max(min(each.least_slots) for each in seconds)
+        last = max(each.asked for each in seconds)
+        horizon_s = last + 4.0 * total / machines.capacity[:, 0].sum() + 2.0 * longest
+    slot_s = horizon_s / _SLOTS if options.slot_s is None else options.slot_s
+    num_slots = math.ceil(horizon_s / slot_s - 1e-9)
+    if num_slots > _MOST_SLOTS:
+        raise PlanError(
+            f"plan: {horizon_s:.4g} s in slots of {slot_s:.4g} s are {num_slots} slots, over "
+            f"{_MOST_SLOTS}; give a longer --slot, or a shorter --horizon"
+        )
+    return slot_s, num_slots
+
+
+def _confirming(
+    machines: Machines,
+    job: Job,
+    origins: Mapping[str, Origin],
+    options: ManyOptions,
+    slot_s: float,
+    tried: dict[tuple[str, bytes], JobPlan],
+) -> Any:
+    """Return what works a place out at length, and tries it in the simulator."""
+
+    def confirm(placement: Ints) -> float:
+        key = (job.name, placement.tobytes())
+        if key not in tried:
+            best = None
+            for over in ("ranks", "nodes"):
+                if (over == "nodes" and job.is_mean) or job.over not in ("auto", over):
+                    continue
+                try:
+                    found = predict(machines.fleet, job, machines.layout(placement[0], over=over))
+                except PlanError:
+                    continue
+                if best is None or found.total_s < best.total_s:
+                    best = found
+            if best is None:
+                return math.inf
+            simulated_s = None
+            if options.simulates:
+                run = simulate(scenario_of(machines.fleet, job, best)).run("loft")
+                simulated_s = run.settled_s
+            choice = Choice(best, (), (), {})
+            tried[key] = JobPlan(machines.fleet, job, choice, simulated_s, origins)
+        return tried[key].total_s / slot_s
+
+    return confirm
+
+
+# In words.
+
+
+def many_table(plan: ManyPlan) -> list[list[str]]:
+    """Return a header, then a row for each job."""
+    table = [["job", "arrives", "starts", "ends", "19 of 20 by", "ranks", "hosts", "worth"]]
+    for each in plan.planned:
+        if each.start_s is None or each.end_s is None:
+            table.append([each.name, show_time(each.arrival_s), "-", "-", "-", "-", "-", "0"])
+            continue
+        table.append(
+            [
+                each.name,
+                show_time(each.arrival_s),
+                show_time(each.start_s),
+                show_time(each.end_s),
+                "-" if each.end_high_s is None else show_time(each.end_high_s),
+                str(sum(count for _, count in each.hosts)),
+                ",".join(f"{name}:{count}" for name, count in each.hosts),
+                f"{each.worth:.4g}",
+            ]
+        )
+    return table
+
+
+def describe_many(plan: ManyPlan) -> tuple[str, list[str]]:
+    """Return the line above the table, and those below: what is not admitted, and why."""
+    planned = plan.planned
+    admitted = [each for each in planned if each.is_admitted]
+    options = plan.options
+    worth, asked = sum(e.worth for e in planned), sum(job.worth for job in plan.jobs)
+    head = (
+        f"{len(admitted)} of {len(planned)} jobs admitted, worth {worth:.4g} of {asked:.4g}; "
+        f"policy {options.policy}, speeds {options.model}, {plan.num_slots} slots of "
+        f"{show_time(plan.slot_s)}"
+    )
+    lines = [f"{each.name} is not admitted: {each.reason}" for each in planned if each.reason]
+    for outcome in plan.outcomes:
+        found = plan.plan_of(outcome)
+        if found is not None and found.is_apart and found.simulated_s is not None:
+            lines.append(
+                f"{outcome.demand.name}: predicted {1e3 * found.best.step_s:.4g} ms a step, "
+                f"simulated {1e3 * found.simulated_s:.4g} ms: MORE THAN 10 % APART, the simulated "
+                "one counts"
+            )
+    if plan.prices is not None:
+        hourly = plan.prices.times(_HOUR_S / plan.slot_s)
+        lines.append(
+            f"a slot costs {hourly.low[0]:.4g} an hour where all of a host's are free, "
+            f"{hourly.high[0]:.4g} where none is"
+        )
+    return head, lines
+
+
+def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
+    """Return a plan as JSON values; docs/plan.md has the schema."""
+    found = []
+    for each, outcome in zip(plan.planned, plan.outcomes, strict=True):
+        tried = plan.plan_of(outcome)
+        found.append(
+            {
+                **encode(each),
+                "hosts": dict(each.hosts),
+                "stretches": [
+                    {
+                        "start_s": plan.at_s(stretch.first),
+                        "end_s": plan.at_s(stretch.last),
+                        "ranks": int(stretch.placement[0].sum()),
+                    }
+                    for stretch in outcome.stretches
+                ],
+                "step_s": None if tried is None else tried.best.step_s,
+                "simulated_step_s": None if tried is None else tried.simulated_s,
+                "is_apart": None if tried is None else tried.is_apart,
+                "refusal": None if outcome.refusal is None else encode(outcome.refusal),
+            }
+        )
+    hourly = None if plan.prices is None else plan.prices.times(_HOUR_S / plan.slot_s)
+    return {
+        "policy": plan.options.policy,
+        "solver": plan.options.solver,
+        "model": plan.options.model,
+        "now_s": plan.now_s,
+        "slot_s": plan.slot_s,
+        "num_slots": plan.num_slots,
+        "hourly_prices": None
+        if hourly is None
+        else {
+            name: [float(hourly.low[at]), float(hourly.high[at])]
+            for at, name in enumerate(RESOURCES)
+            if any(outcome.demand.needs[:, at].any() for outcome in plan.outcomes)
+        },
+        "worth": sum(each.worth for each in plan.outcomes),
+        "jobs": found,
+    }

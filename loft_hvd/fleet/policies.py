@@ -1,0 +1,330 @@
+"""Who gets which machines when: our policy, and those that others are known by.
+
+``price``, ``oasis`` and ``fifo`` plan a job when it arrives and keep to it: it has its machines
+from start to end. ``drf`` and ``las`` share machines out anew in each slot among the jobs that are
+there, at no cost for a restart, which favours them.
+
+``oasis`` is ``price`` for one who does not see places: no choice of fast links, of racks, of one
+machine for all workers (after arXiv 1801.00936). ``fifo`` takes a fixed number of workers, first
+come, first served, and a later job goes ahead where it delays none. ``drf`` gives a worker to the
+job with the smallest dominant share, again and again. ``las`` runs those first that have had least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from loft_hvd.balance.plan import Floats
+from loft_hvd.fleet.prices import (
+    RESERVE,
+    Market,
+    PriceRange,
+    Window,
+    admit,
+    best_window,
+    price_range,
+)
+from loft_hvd.fleet.refusals import refuse
+from loft_hvd.fleet.solvers import Packing, Solver, fill
+from loft_hvd.fleet.timeline import (
+    Demand,
+    Ints,
+    Outcome,
+    Refusal,
+    Stretch,
+    Workload,
+    in_order,
+)
+
+__all__ = ["POLICIES", "Options", "plan_all"]
+
+
+_CONFIRMED = 6  # times that a window is found anew, as what it takes turns out longer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose beside a policy."""
+
+    solver: Solver = fill
+    prices: PriceRange | None = None  # None: by the demands
+    reserve: float = RESERVE  # as ``price_range`` has it
+    scale: float = 1.0
+    explains: bool = True  # whether refusals come with the least change
+
+
+def plan_all(policy: str, workload: Workload, options: Options) -> tuple[Outcome, ...]:
+    """Plan all demands by a policy; outcomes come in their order."""
+    return POLICIES[policy](workload, options)
+
+
+def _priced(workload: Workload, options: Options) -> tuple[Outcome, ...]:
+    """Admit jobs that are worth the price of what they take."""
+    prices = options.prices
+    if prices is None:
+        prices = price_range(workload, reserve=options.reserve, scale=options.scale)
+    market = Market(workload.timeline(), prices)
+
+    def place(demand: Demand, earliest: float) -> Outcome:
+        paced, window = _confirmed(
+            demand, lambda each: admit(market, each, earliest=earliest, solver=options.solver)
+        )
+        if window is None:
+            found = None
+            if options.explains:
+                found = refuse(
+                    market, paced, workload.resources, earliest=earliest, solver=options.solver
+                )
+            return Outcome(demand, refusal=found)
+        market.take(demand, window.stretch)
+        return Outcome(demand, (window.stretch,), window.end)
+
+    return _one_by_one(workload, place)
+
+
+def _oasis(workload: Workload, options: Options) -> tuple[Outcome, ...]:
+    """Admit by price without a look at places."""
+    blind = tuple(_blind(demand) for demand in workload.demands)
+    found = _priced(replace(workload, demands=blind), options)
+    return tuple(
+        replace(outcome, demand=demand)
+        for outcome, demand in zip(found, workload.demands, strict=True)
+    )
+
+
+def _blind(demand: Demand) -> Demand:
+    everywhere = np.ones(len(demand.kinds), dtype=bool)
+    return replace(demand, tiers=(everywhere,), has_singles=False)
+
+
+def _fifo(workload: Workload, options: Options) -> tuple[Outcome, ...]:
+    """Give each job the earliest end that delays none before it, with its fixed workers."""
+    market = Market(workload.timeline())
+
+    def soonest(ends: Floats, costs: Floats) -> Floats:
+        return np.where(np.isfinite(costs), -ends, -np.inf)
+
+    def place(demand: Demand, earliest: float) -> Outcome:
+        _, window = _confirmed(
+            demand,
+            lambda each: best_window(
+                market, each, soonest, earliest=earliest, counts=[demand.wanted]
+            ),
+        )
+        if window is None:
+            return Outcome(demand)
+        market.take(demand, window.stretch)
+        return Outcome(demand, (window.stretch,), window.end)
+
+    return _one_by_one(workload, place)
+
+
+def _confirmed(
+    demand: Demand, find: Callable[[Demand], Window | None]
+) -> tuple[Demand, Window | None]:
+    """Find a window that is long enough for what the job takes there, worked out at length.
+
+    Where it is too short, the job is taken to be slower everywhere by as much, and one is found
+    again. Also returns the job as it was last taken.
+    """
+    for _ in range(_CONFIRMED):
+        window = find(demand)
+        if window is None or demand.confirm is None:
+            return demand, window
+        slots = demand.confirm(window.stretch.placement)
+        if math.ceil(slots) <= window.stretch.last - window.stretch.first:
+            return demand, replace(window, slots=slots)
+        demand = _slower(demand, slots / window.slots)
+    return demand, None
+
+
+def _slower(demand: Demand, factor: float) -> Demand:
+    slots = demand.slots
+    return replace(demand, slots=lambda placement: factor * slots(placement))
+
+
+def _one_by_one(
+    workload: Workload, place: Callable[[Demand, float], Outcome]
+) -> tuple[Outcome, ...]:
+    """Place jobs in order of arrival; those that wait for others start after these."""
+    found: dict[int, Outcome] = {}
+    ends: dict[str, float | None] = {
+        demand.name: float(stretch.last) for demand, stretch in workload.running
+    }
+    for at in in_order(workload.demands):
+        demand = workload.demands[at]
+        missing = [name for name in demand.after if ends.get(name, 0.0) is None]
+        if missing:
+            found[at] = Outcome(
+                demand, refusal=Refusal(why=f"it is after {missing[0]}, which does not end")
+            )
+        else:
+            before = (ends.get(name) or 0.0 for name in demand.after)
+            found[at] = place(demand, max([demand.asked, *before]))
+        ends[demand.name] = found[at].end
+    return tuple(found[at] for at in range(len(workload.demands)))
+
+
+# Slot by slot.
+
+
+class _Running:
+    """A job, while slots go by."""
+
+    def __init__(self, demand: Demand) -> None:
+        self.demand = demand
+        self.done = 0.0  # share of it
+        self.had = 0.0  # workers times slots
+        self.stretches: list[Stretch] = []
+        self.end: float | None = None
+
+    @property
+    def share_of(self) -> Floats:
+        """What a worker needs, [R]."""
+        return self.demand.bundle
+
+    def last_placement(self, slot: int) -> Ints | None:
+        """Return where it ran in the slot before."""
+        if self.stretches and self.stretches[-1].last == slot:
+            return self.stretches[-1].placement
+        return None
+
+    def run(self, slot: int, placement: Ints) -> None:
+        """Work for a slot."""
+        slots = self.demand.slots(placement)
+        self.had += float(placement[0].sum())
+        self.done += 1.0 / slots
+        if self.stretches and self.last_placement(slot) is not None:
+            last = self.stretches[-1]
+            if np.array_equal(last.placement, placement):
+                self.stretches[-1] = replace(last, last=slot + 1)
+                placement = last.placement
+            else:
+                self.stretches.append(Stretch(slot, slot + 1, placement))
+        else:
+            self.stretches.append(Stretch(slot, slot + 1, placement))
+        if self.done >= 1.0 - 1e-9:
+            self.end = slot + 1.0 - max(self.done - 1.0, 0.0) * slots
+
+
+# Takes the jobs that are there, the slot and what is free; returns workers of each.
+Sharing = Callable[[Sequence[_Running], int, Floats], list[int]]
+
+
+def _slot_by_slot(workload: Workload, share_out: Sharing) -> tuple[Outcome, ...]:
+    timeline = workload.timeline()
+    jobs = {demand.name: _Running(demand) for demand in workload.demands}
+    fixed = {demand.name: stretch.last for demand, stretch in workload.running}
+    for slot in range(workload.num_slots):
+        there = [
+            job for job in jobs.values() if job.end is None and _is_due(job, slot, jobs, fixed)
+        ]
+        if not there:
+            continue
+        free = timeline.free(slot, slot + 1)
+        for job, placement in _placed(there, share_out(there, slot, free), slot, free):
+            timeline.take(job.demand, Stretch(slot, slot + 1, placement))
+            job.run(slot, placement)
+    return tuple(
+        Outcome(job.demand, tuple(job.stretches), job.end)
+        if job.end is not None
+        else Outcome(job.demand)
+        for job in jobs.values()
+    )
+
+
+def _is_due(job: _Running, slot: int, jobs: dict[str, _Running], fixed: dict[str, int]) -> bool:
+    """Say whether a job has arrived, and those that it waits for are done."""
+    ends = [
+        jobs[name].end if name in jobs else float(fixed.get(name, 0)) for name in job.demand.after
+    ]
+    return job.demand.asked <= slot and all(end is not None and end <= slot for end in ends)
+
+
+def _placed(
+    there: Sequence[_Running], counts: Sequence[int], slot: int, free: Floats
+) -> Iterator[tuple[_Running, Ints]]:
+    """Yield places of jobs: where they were, else the machines with most room first."""
+    left = free.copy()
+    for job, count in zip(there, counts, strict=True):
+        if not count:
+            continue
+        demand = job.demand
+        bundle = demand.bundle
+        asked = bundle > 0
+        room = np.floor(np.min(left[:, asked] / bundle[asked] + 1e-9, axis=1))
+        before = job.last_placement(slot)
+        stays = np.zeros(len(left)) if before is None else before[0]
+        # Cheap are machines that it is on, then those that hold more of it.
+        prices = np.tile((1.0 / (1.0 + room + 1e3 * stays))[:, None], (1, left.shape[1]))
+        fitting = [each for each in demand.counts if each <= count]
+        for each in reversed(fitting):
+            placement = fill(Packing(left, prices, demand.needs, demand.processes(each)))
+            if placement is not None and math.isfinite(demand.slots(placement)):
+                left = left - placement.T @ demand.needs
+                yield job, placement
+                break
+
+
+def _dominant(job: _Running, total: Floats, count: int) -> float:
+    """Return the share of the scarcest resource, for a job, that so many workers take."""
+    return float(np.max(job.share_of * count / total))
+
+
+def _drf(workload: Workload, options: Options) -> tuple[Outcome, ...]:
+    """Raise the job with the smallest dominant share."""
+    return _slot_by_slot(workload, lambda there, slot, free: _fair_counts(there, free))
+
+
+def _fair_counts(there: Sequence[_Running], free: Floats) -> list[int]:
+    total = np.maximum(free.sum(axis=0), 1e-300)
+    left = free.sum(axis=0)
+    at = [0] * len(there)  # how many of ``counts`` each has climbed
+    open_ = set(range(len(there)))
+
+    def count_of(job: int, step: int) -> int:
+        return there[job].demand.counts[step - 1] if step else 0
+
+    while open_:
+        job = min(open_, key=lambda j: (_dominant(there[j], total, count_of(j, at[j])), j))
+        demand = there[job].demand
+        if at[job] == len(demand.counts):
+            open_.discard(job)
+            continue
+        more = count_of(job, at[job] + 1) - count_of(job, at[job])
+        needed = there[job].share_of * more
+        if np.all(needed <= left + 1e-9):
+            left = left - needed
+            at[job] += 1
+        else:
+            open_.discard(job)
+    return [count_of(job, step) for job, step in enumerate(at)]
+
+
+def _las(workload: Workload, options: Options) -> tuple[Outcome, ...]:
+    """Run the jobs first that have had least, with their fixed workers."""
+
+    def share_out(there: Sequence[_Running], slot: int, free: Floats) -> list[int]:
+        left = free.sum(axis=0)
+        counts = [0] * len(there)
+        for job in sorted(range(len(there)), key=lambda j: (there[j].had, j)):
+            needed = there[job].share_of * there[job].demand.wanted
+            if np.all(needed <= left + 1e-9):
+                left = left - needed
+                counts[job] = there[job].demand.wanted
+        return counts
+
+    return _slot_by_slot(workload, share_out)
+
+
+POLICIES: dict[str, Callable[[Workload, Options], tuple[Outcome, ...]]] = {
+    "price": _priced,
+    "fifo": _fifo,
+    "drf": _drf,
+    "oasis": _oasis,
+    "las": _las,
+}

@@ -1,0 +1,208 @@
+"""Many jobs: never over capacity, gangs whole, coverage exact; refusals say what would do."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.fleet.jobs import DeviceModel, Fleet, Host, Job, JobList
+from loft_hvd.fleet.many import ManyOptions, describe_many, many_table, many_to_dict, plan_many
+from loft_hvd.fleet.policies import POLICIES, Options, plan_all
+from loft_hvd.fleet.prices import Market, PriceRange, admit, price_range
+from loft_hvd.fleet.refusals import changed
+from loft_hvd.fleet.timeline import Stretch, Timeline
+from tests.support.demands import check_outcomes, random_workload
+
+_WHOLE = 100_000  # random workloads
+_GANGS = ("price", "fifo", "oasis")
+
+
+def _check_policy(policy: str, seed: int) -> None:
+    workload = random_workload(seed)
+    options = Options(explains=False)
+    outcomes = plan_all(policy, workload, options)
+    check_outcomes(workload, outcomes, gangs=policy in _GANGS)
+    again = plan_all(policy, workload, options)
+    assert [each.end for each in outcomes] == [each.end for each in again], f"seed {seed}"
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("seed", range(15))
+def test_policies_keep_to_capacity_gangs_and_work(policy: str, seed: int) -> None:
+    _check_policy(policy, seed)
+
+
+def _check_refusals(seed: int) -> int:
+    """Try each refusal's change on the market as the job met it; return how many there were."""
+    workload = random_workload(seed)
+    prices = price_range(workload)
+    outcomes = plan_all("price", workload, Options(prices=prices))
+    market, count = Market(workload.timeline(), prices), 0
+    by_name = {each.demand.name: each for each in outcomes}
+    for demand in sorted(workload.demands, key=lambda each: each.asked):
+        outcome = by_name[demand.name]
+        if outcome.end is not None:
+            market.take(demand, outcome.stretches[0])
+            continue
+        refusal = outcome.refusal
+        assert refusal is not None
+        if refusal.why:
+            continue
+        change = refusal.change
+        assert change is not None, f"seed {seed}, {demand.name}"
+        more = 0 if change.num_slots is None else change.num_slots - workload.num_slots
+        assert admit(market, demand) is None
+        assert admit(market.longer(more), changed(demand, change)) is not None, f"seed {seed}"
+        count += 1
+    return count
+
+
+def test_the_least_change_admits_each_job_that_was_not() -> None:
+    assert sum(_check_refusals(seed) for seed in range(40)) > 20
+
+
+@pytest.mark.long
+@pytest.mark.whole
+@pytest.mark.timeout(36_000)
+def test_100_000_random_workloads_keep_to_capacity_gangs_and_work() -> None:
+    for seed in range(_WHOLE):
+        for policy in sorted(POLICIES):
+            _check_policy(policy, seed)
+        _check_refusals(seed)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_prices_at_full_use_admit_nobody(seed: int) -> None:
+    workload = random_workload(seed)
+    prices = price_range(workload)
+    timeline = workload.timeline()
+    timeline.used[:] = timeline.capacity[:, :, None] * (1.0 - 1e-12)
+    market = Market(timeline, prices)
+    timeline.used[:] = 0.0  # room, at the prices of none
+    assert all(admit(market, demand) is None for demand in workload.demands)
+
+
+def test_a_timeline_refuses_what_it_has_not() -> None:
+    demand = replace(random_workload(1, has_servers=False).demands[0], needs=np.array([[1.0, 0.0]]))
+    timeline = Timeline(np.array([[2.0, 8.0]]), 3)
+    timeline.take(demand, Stretch(0, 2, np.array([[2]])))
+    assert timeline.room(np.array([1.0, 0.0])).tolist() == [[0.0, 0.0, 2.0]]
+    with pytest.raises(AssertionError):
+        timeline.take(demand, Stretch(1, 3, np.array([[1]])))
+
+
+def test_prices_go_from_low_to_high_as_slots_are_promised() -> None:
+    timeline = Timeline(np.array([[4.0]]), 1)
+    prices = PriceRange(np.array([0.5]), np.array([8.0]))
+    for used, price in ((0.0, 0.5), (2.0, 2.0), (4.0, 8.0)):
+        timeline.used[:] = used
+        assert prices.of(timeline)[0, 0, 0] == pytest.approx(price)
+
+
+HOSTS = [Host(f"h{at}", {"T4": 2}, 1.25e9, cpus=8) for at in range(2)]
+FLEET = Fleet(HOSTS)
+JOB = Job("a", ["python"], 4e6, 64, {"T4": DeviceModel(1e-3)}, steps=10_000)
+
+
+def test_a_job_after_another_starts_when_that_has_ended() -> None:
+    jobs = {each.name: each for each in (JOB, replace(JOB, name="b", after=["a"]))}
+    plan = plan_many(FLEET, jobs, ManyOptions(simulates=False))
+    first, second = plan.planned
+    assert first.end_s is not None
+    assert second.start_s is not None
+    assert second.start_s >= first.end_s
+    assert sum(count for _, count in first.hosts) == 4
+
+
+def test_the_order_of_hosts_in_the_file_changes_nothing() -> None:
+    jobs = {name: replace(JOB, name=name, worth=worth) for name, worth in (("a", 1.0), ("b", 3.0))}
+    plans = [
+        many_to_dict(plan_many(Fleet(hosts), jobs, ManyOptions(simulates=False)))
+        for hosts in (HOSTS, HOSTS[::-1])
+    ]
+    assert plans[0] == plans[1]
+
+
+def test_a_job_that_misses_its_deadline_is_told_which_one_would_do() -> None:
+    job = replace(JOB, deadline_s=100.0)
+    plan = plan_many(FLEET, {"a": job}, ManyOptions(simulates=False, slot_s=4.0, horizon_s=800.0))
+    (refused,) = plan.planned
+    assert not refused.is_admitted
+    needed = int(refused.reason.partition("deadline_s = ")[2].partition(" ")[0])
+    later = replace(job, deadline_s=float(needed))
+    options = ManyOptions(simulates=False, slot_s=4.0, horizon_s=800.0)
+    assert plan_many(FLEET, {"a": later}, options).planned[0].is_admitted
+
+
+def test_a_table_and_json_have_a_row_for_each_job() -> None:
+    jobs = {"a": JOB, "b": replace(JOB, name="b", deadline_s=1.0)}
+    plan = plan_many(FLEET, jobs, ManyOptions(slot_s=4.0))
+    head, lines = describe_many(plan)
+    assert head.startswith("1 of 2 jobs admitted, worth 1 of 2; policy price")
+    assert [row[0] for row in many_table(plan)] == ["job", "a", "b"]
+    assert lines[0].startswith("b is not admitted: slots cost")
+    found = json.loads(json.dumps(many_to_dict(plan), allow_nan=False))
+    a, b = found["jobs"]
+    assert a["hosts"] == {"h0": 2, "h1": 2}
+    assert a["simulated_step_s"] == pytest.approx(a["step_s"], rel=0.1)
+    assert a["end_s"] == pytest.approx(a["start_s"] + 10_000 * a["simulated_step_s"])
+    assert b["refusal"]["change"]["end"] > 0
+
+
+def test_fifo_lets_a_small_job_go_ahead_where_it_delays_none() -> None:
+    big = replace(JOB, min_workers=4, max_workers=4)
+    small = replace(JOB, min_workers=2, max_workers=2, steps=1_000)
+    jobs = {
+        "half": replace(small, name="half", steps=10_000),
+        "all": replace(big, name="all", arrival_s=1.0),
+        "short": replace(small, name="short", arrival_s=2.0),
+    }
+    plan = plan_many(FLEET, jobs, ManyOptions("fifo", simulates=False))
+    half, all_, short = plan.planned
+    assert all_.start_s is not None
+    assert half.end_s is not None
+    assert short.end_s is not None
+    assert all_.start_s >= half.end_s
+    assert short.end_s <= all_.start_s
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"urgency": 2.0}, "belong together"),
+        ({"wished_s": 60.0}, "belong together"),
+        ({"arrival_s": 60.0, "deadline_s": 60.0}, "must be after"),
+    ],
+)
+def test_times_of_a_job_that_cannot_be_are_refused(wrong: dict[str, float], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        replace(JOB, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("after", "words"), [({"a": ["b"], "b": ["a"]}, "wait for each other"), ({"a": ["c"]}, "none")]
+)
+def test_jobs_that_wait_for_each_other_or_for_none_are_refused(
+    after: dict[str, list[str]], words: str
+) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        JobList([replace(JOB, name=name, after=after.get(name, [])) for name in ("a", "b")])
+
+
+def test_a_job_that_fits_nowhere_is_an_error_that_says_so() -> None:
+    job = replace(JOB, min_workers=5)
+    with pytest.raises(PlanError, match="fits nowhere, had it all machines"):
+        plan_many(FLEET, {"a": job}, ManyOptions())
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "luck"}, {"solver": "x"}, {"model": "x"}, {"slot_s": math.nan}]
+)
+def test_options_that_are_none_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(ArgumentError, match=r"must be"):
+        ManyOptions(**options)  # type: ignore[arg-type]
