@@ -249,8 +249,8 @@ def _tell_devices(
     host, name, is_cuda, memory = own_device()
     cap = _NO_CAP if own_cap is None else own_cap
     texts = [text.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") for text in (host, name)]
-    # [196]: the cap, whether the device is a CUDA device, its memory, a digest of the node, 96 bytes
-    # of the host, 96 of the device. Several hosts may be one node, as containers on a machine are.
+    # [196]: the cap, whether the device is a CUDA device, its memory, a digest of the node, 96
+    # bytes of the host, 96 of the device. Several hosts may be one node, as containers may be.
     node = digest(channel.transport.node)
     row = torch.tensor([cap, int(is_cuda), memory, node, *texts[0], *texts[1]], dtype=torch.int64)
     rows = channel.sub("devices").allgather_rows(row)
