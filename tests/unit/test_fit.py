@@ -65,6 +65,20 @@ def test_what_sizes_saved_is_judged_by_the_speeds_of_their_own_interval() -> Non
     assert fit.saved(interval, now) == pytest.approx(0, abs=1e-9)
 
 
+def test_errors_that_both_sides_of_a_gain_share_cancel() -> None:
+    model = StepModel.build(3, compute_s=[1e-3, 2e-3, 3e-3], aggregate_s=0.02)
+    fitter = Fitter(3)
+    feed(fitter, model, [[60, 60, 60], [80, 60, 40], [60, 60, 60], [80, 60, 40]], noise=0.05)
+    fit = fitter.fit()
+    assert fit is not None
+    same, near, far = (
+        fit.gain([80, 60, 40], sizes) for sizes in ([80, 60, 40], [78, 61, 41], [110, 50, 20])
+    )
+    assert same.error_s == 0.0
+    assert 0.0 < near.error_s < far.error_s
+    assert near.error_s < 0.2 * np.linalg.norm(fit.stderr([80, 60, 40]))
+
+
 def test_one_size_cannot_tell_fixed_from_per_sample_and_says_so() -> None:
     model = StepModel.build(2, compute_fixed_s=0.05, compute_s=1e-3)
     fitter = Fitter(2)
