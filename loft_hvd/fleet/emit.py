@@ -119,7 +119,7 @@ def _mpijob(plan: JobPlan, image: str | None) -> str:
     each host takes: that follows where they fill it.
     """
     job, layout = plan.job, plan.best.layout
-    if image is None:
+    if not image:
         raise ArgumentError("--emit mpijob needs --image, the container that has the script")
     last = f"{job.name}-worker-{layout.world_size - 1}"  # the longest of its pods' names
     if not _POD.fullmatch(last):

@@ -269,8 +269,10 @@ class Job:
             )
         if not self.command or not all(self.command):
             raise ArgumentError(f'command={self.command} must be words, as ["python", "train.py"]')
-        if any("\0" in word or "\n" in word for word in self.command):
-            raise ArgumentError(f"command={self.command} must be words without line ends")
+        if not all(word.isprintable() for word in self.command):  # a terminal shows them, too
+            raise ArgumentError(
+                f"command={self.command} must be words without line ends and control characters"
+            )
         _check_names("models:", self.models, _DEVICE, _DEVICES_TAKE)
         _check_one_of("over", self.over, ("auto", "ranks", "nodes"))
         _check_one_of("compression", self.compression, ("none", "fp16", "bf16"))

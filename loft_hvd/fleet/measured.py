@@ -153,7 +153,7 @@ class LoggedRun:
 
     def num_beside(self, rank: int) -> int:
         """Return how many ranks share a rank's link."""
-        places = self.world.nodes or self.hosts
+        places: Sequence[object] = self.world.nodes or self.hosts
         return places.count(places[rank])
 
     @property

@@ -162,11 +162,10 @@ class _OwnWork:
     def queueing(self, model: StepModel) -> StepModel:
         """Return every rank's model with queues at the links, in which ranks do not fetch alike."""
         count = self.count.astype(np.int64)
-        link_s, ranks, link = (
-            np.repeat(each, count) for each in (self.link_s, self.link_ranks, self.link)
-        )
+        link_s = np.repeat(self.link_s, count)
+        shared_s = link_s / np.repeat(self.link_ranks, count)
         own_s = np.maximum(model.remote_s - link_s, 0.0)
-        return replace(model, remote_s=own_s, shared_s=link_s / ranks, source=link)
+        return replace(model, remote_s=own_s, shared_s=shared_s, source=np.repeat(self.link, count))
 
 
 def _work_of(fleet: Fleet, job: Job, layout: Layout, *, is_warm: bool) -> _OwnWork:

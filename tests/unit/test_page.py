@@ -431,7 +431,8 @@ def test_a_gantt_chart_has_spans_where_their_times_are() -> None:
     boxes = [tuple(map(float, each)) for each in found]
     (left, y, hour), (after, _, three), (later, lower, two) = boxes
     assert after == pytest.approx(left + hour, abs=0.2)
-    assert (three, two) == (pytest.approx(3 * hour, abs=0.2), pytest.approx(2 * hour, abs=0.2))
+    assert three == pytest.approx(3 * hour, abs=0.2)
+    assert two == pytest.approx(2 * hour, abs=0.2)
     assert later == pytest.approx(left + 2 * hour, abs=0.2)
     assert lower > y
     assert "a: runs, 1 to 4 hours; x:2 &lt;hosts&gt;" in drawing

@@ -91,12 +91,15 @@ class Planned:
     worth: float = 10.0
 
 
+def refused(name: str, reason: str) -> Planned:
+    return Planned(name, False, reason, 0.0, None, None, None, None, (), 0.0)
+
+
 def test_a_page_of_many_jobs_shows_waits_runs_and_refusals() -> None:
-    none = dict.fromkeys(("start_s", "end_s", "end_low_s", "end_high_s"))
     jobs = [
         Planned("one"),
         Planned("two", arrival_s=3600.0, start_s=7200.0, end_s=14400.0, end_high_s=14500.0),
-        Planned("three", is_admitted=False, reason="GPUs of <a1> cost too much", hosts=(), **none),
+        refused("three", "GPUs of <a1> cost too much"),
     ]
     page = jobs_page(jobs, title="plan of jobs.toml")
     check(page)
@@ -108,5 +111,4 @@ def test_a_page_of_many_jobs_shows_waits_runs_and_refusals() -> None:
 
 
 def test_a_page_of_refused_jobs_has_no_chart() -> None:
-    refused = Planned("one", is_admitted=False, reason="no room", hosts=())
-    assert "<svg" not in jobs_page([refused], title="plan")
+    assert "<svg" not in jobs_page([refused("one", "no room")], title="plan")
