@@ -1,17 +1,19 @@
 """Who gets which machines when: our policy, and those that others are known by.
 
 ``price``, ``oasis`` and ``fifo`` plan a job when it arrives and keep to it: it has its machines
-from start to end. ``drf`` and ``las`` share machines out anew in each slot among the jobs that are
-there, at no cost for a restart, which favours them.
+from start to end. ``drf``, ``dorm`` and ``las`` share machines out anew in each slot among the jobs
+that are there, at no cost for a restart, which favours them.
 
 ``oasis`` is ``price`` for one who does not see places: no choice of fast links, of racks, of one
 machine for all workers (after arXiv 1801.00936). ``fifo`` takes a fixed number of workers, first
 come, first served, and a later job goes ahead where it delays none. ``drf`` gives a worker to the
-job with the smallest dominant share, again and again. ``las`` runs those first that have had least.
+job with the smallest dominant share, again and again. ``dorm`` uses as much as it can, but changes
+few jobs and keeps all near their fair share. ``las`` runs those first that have had least.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +31,7 @@ from loft_hvd.fleet.prices import (
     price_range,
 )
 from loft_hvd.fleet.refusals import refuse
-from loft_hvd.fleet.solvers import Packing, Solver, fill
+from loft_hvd.fleet.solvers import Packing, Program, Solver, fill, solve
 from loft_hvd.fleet.timeline import (
     Demand,
     Ints,
@@ -43,6 +45,8 @@ from loft_hvd.fleet.timeline import (
 __all__ = ["POLICIES", "Options", "plan_all"]
 
 
+# Of Dorm: how far below its fair share a job may be, and the share of jobs that may be changed.
+_UNFAIR, _CHANGED = 0.1, 0.2
 _CONFIRMED = 6  # times that a window is found anew, as what it takes turns out longer
 
 
@@ -182,11 +186,6 @@ class _Running:
         self.stretches: list[Stretch] = []
         self.end: float | None = None
 
-    @property
-    def share_of(self) -> Floats:
-        """What a worker needs, [R]."""
-        return self.demand.bundle
-
     def last_placement(self, slot: int) -> Ints | None:
         """Return where it ran in the slot before."""
         if self.stretches and self.stretches[-1].last == slot:
@@ -198,21 +197,17 @@ class _Running:
         slots = self.demand.slots(placement)
         self.had += float(placement[0].sum())
         self.done += 1.0 / slots
-        if self.stretches and self.last_placement(slot) is not None:
-            last = self.stretches[-1]
-            if np.array_equal(last.placement, placement):
-                self.stretches[-1] = replace(last, last=slot + 1)
-                placement = last.placement
-            else:
-                self.stretches.append(Stretch(slot, slot + 1, placement))
+        before = self.last_placement(slot)
+        if before is not None and np.array_equal(before, placement):
+            self.stretches[-1] = replace(self.stretches[-1], last=slot + 1)
         else:
             self.stretches.append(Stretch(slot, slot + 1, placement))
         if self.done >= 1.0 - 1e-9:
             self.end = slot + 1.0 - max(self.done - 1.0, 0.0) * slots
 
 
-# Takes the jobs that are there, the slot and what is free; returns workers of each.
-Sharing = Callable[[Sequence[_Running], int, Floats], list[int]]
+# Takes the jobs that are there and what is free, [H, R]; returns workers of each.
+Sharing = Callable[[Sequence[_Running], Floats], Sequence[int]]
 
 
 def _slot_by_slot(workload: Workload, share_out: Sharing) -> tuple[Outcome, ...]:
@@ -226,7 +221,7 @@ def _slot_by_slot(workload: Workload, share_out: Sharing) -> tuple[Outcome, ...]
         if not there:
             continue
         free = timeline.free(slot, slot + 1)
-        for job, placement in _placed(there, share_out(there, slot, free), slot, free):
+        for job, placement in _placed(there, share_out(there, free), slot, free):
             timeline.take(job.demand, Stretch(slot, slot + 1, placement))
             job.run(slot, placement)
     return tuple(
@@ -270,49 +265,38 @@ def _placed(
                 break
 
 
-def _dominant(job: _Running, total: Floats, count: int) -> float:
-    """Return the share of the scarcest resource, for a job, that so many workers take."""
-    return float(np.max(job.share_of * count / total))
-
-
 def _drf(workload: Workload, options: Options) -> tuple[Outcome, ...]:
     """Raise the job with the smallest dominant share."""
-    return _slot_by_slot(workload, lambda there, slot, free: _fair_counts(there, free))
+    return _slot_by_slot(workload, lambda there, free: _fair_counts(there, free.sum(axis=0)))
 
 
-def _fair_counts(there: Sequence[_Running], free: Floats) -> list[int]:
-    total = np.maximum(free.sum(axis=0), 1e-300)
-    left = free.sum(axis=0)
-    at = [0] * len(there)  # how many of ``counts`` each has climbed
-    open_ = set(range(len(there)))
-
-    def count_of(job: int, step: int) -> int:
-        return there[job].demand.counts[step - 1] if step else 0
-
-    while open_:
-        job = min(open_, key=lambda j: (_dominant(there[j], total, count_of(j, at[j])), j))
-        demand = there[job].demand
-        if at[job] == len(demand.counts):
-            open_.discard(job)
+def _fair_counts(there: Sequence[_Running], total: Floats) -> list[int]:
+    """Return workers of jobs, raised one by one, as long as any is left."""
+    left, counts = total.copy(), [0] * len(there)
+    scale = np.maximum(total, 1e-300)
+    steps = [iter(job.demand.counts) for job in there]
+    shares = [(0.0, job) for job in range(len(there))]  # a heap: of the scarcest resource, and who
+    while shares:
+        _, job = heapq.heappop(shares)
+        count = next(steps[job], None)
+        if count is None:
             continue
-        more = count_of(job, at[job] + 1) - count_of(job, at[job])
-        needed = there[job].share_of * more
+        bundle = there[job].demand.bundle
+        needed = bundle * (count - counts[job])
         if np.all(needed <= left + 1e-9):
-            left = left - needed
-            at[job] += 1
-        else:
-            open_.discard(job)
-    return [count_of(job, step) for job, step in enumerate(at)]
+            left, counts[job] = left - needed, count
+            heapq.heappush(shares, (float(np.max(bundle * count / scale)), job))
+    return counts
 
 
 def _las(workload: Workload, options: Options) -> tuple[Outcome, ...]:
     """Run the jobs first that have had least, with their fixed workers."""
 
-    def share_out(there: Sequence[_Running], slot: int, free: Floats) -> list[int]:
+    def share_out(there: Sequence[_Running], free: Floats) -> list[int]:
         left = free.sum(axis=0)
         counts = [0] * len(there)
         for job in sorted(range(len(there)), key=lambda j: (there[j].had, j)):
-            needed = there[job].share_of * there[job].demand.wanted
+            needed = there[job].demand.bundle * there[job].demand.wanted
             if np.all(needed <= left + 1e-9):
                 left = left - needed
                 counts[job] = there[job].demand.wanted
@@ -321,10 +305,78 @@ def _las(workload: Workload, options: Options) -> tuple[Outcome, ...]:
     return _slot_by_slot(workload, share_out)
 
 
+def _dorm(workload: Workload, options: Options) -> tuple[Outcome, ...]:
+    """Use as much as can be, near the fair shares, and change few jobs at a time.
+
+    A whole-number program over the number of workers of each job, whenever a job comes or ends.
+    Its idea is Dorm's, use under limits of fairness and of changes; the program and its limits are
+    ours, and borders of machines are dropped in it.
+    """
+    kept: dict[str, int] = {}
+
+    def share_out(there: Sequence[_Running], free: Floats) -> Sequence[int]:
+        names = {job.demand.name for job in there}
+        if names != set(kept):
+            before = [kept.get(job.demand.name) for job in there]
+            counts = _used_most(there, free.sum(axis=0), before)
+            kept.clear()
+            kept.update(zip((job.demand.name for job in there), counts, strict=True))
+        return [kept[job.demand.name] for job in there]
+
+    return _slot_by_slot(workload, share_out)
+
+
+def _used_most(
+    there: Sequence[_Running], total: Floats, before: Sequence[int | None]
+) -> Sequence[int]:
+    """Return workers of jobs that use most, by HiGHS; the fair ones where it finds none.
+
+    Variables are workers of each job, whether it has any, and whether it is changed.
+    """
+    num, fair = len(there), _fair_counts(there, total)
+    scale = np.maximum(total, 1e-300)
+    bundles = np.array([job.demand.bundle for job in there])  # [num, R]
+    dominant = (bundles / scale).max(axis=1)
+    most = np.array([float(job.demand.counts[-1]) for job in there])
+    least = np.array([float(job.demand.counts[0]) for job in there])
+    eye, none = np.eye(num), np.zeros((num, num))
+    old = np.array([math.nan if each is None else float(each) for each in before])
+    known = np.isfinite(old)
+    changes = max(math.ceil(_CHANGED * known.sum()), 1)
+    rows = [
+        (np.hstack([bundles.T, np.zeros((len(total), 2 * num))]), -np.inf, total),
+        (np.hstack([eye, -np.diag(most), none]), -np.inf, np.zeros(num)),
+        (np.hstack([eye, -np.diag(least), none]), np.zeros(num), np.inf),
+        # Far from its fair share by this much at most.
+        (
+            np.hstack([np.diag(dominant), none, none]),
+            dominant * np.array(fair) - _UNFAIR,
+            np.inf,
+        ),
+        (np.hstack([eye, none, -np.diag(most)])[known], -np.inf, old[known]),
+        (np.hstack([eye, none, np.diag(most)])[known], old[known], np.inf),
+        (np.hstack([np.zeros((1, 2 * num)), known[None, :]]), -np.inf, np.array([changes])),
+    ]
+    program = Program(
+        np.concatenate([-dominant, np.zeros(2 * num)]),
+        np.vstack([row for row, _, _ in rows]),
+        np.concatenate([np.broadcast_to(low, len(row)) for row, low, _ in rows]),
+        np.concatenate([np.broadcast_to(high, len(row)) for row, _, high in rows]),
+        np.concatenate([most, np.ones(2 * num)]),
+    )
+    _, x = solve(program, is_whole=True, limit_s=2.0)
+    if x is None:
+        return fair
+    counts = [round(each) for each in x[:num]]
+    fits = np.all(bundles.T @ np.array(counts) <= total * (1.0 + 1e-6))
+    return counts if fits else fair
+
+
 POLICIES: dict[str, Callable[[Workload, Options], tuple[Outcome, ...]]] = {
     "price": _priced,
     "fifo": _fifo,
     "drf": _drf,
+    "dorm": _dorm,
     "oasis": _oasis,
     "las": _las,
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.fleet.bounds import fluid_bound, gang_optimum
 from loft_hvd.fleet.jobs import DeviceModel, Fleet, Host, Job, JobList
 from loft_hvd.fleet.many import ManyOptions, describe_many, many_table, many_to_dict, plan_many
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
@@ -64,6 +65,26 @@ def _check_refusals(seed: int) -> int:
 
 def test_the_least_change_admits_each_job_that_was_not() -> None:
     assert sum(_check_refusals(seed) for seed in range(40)) > 20
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_policy_is_over_the_bounds(seed: int) -> None:
+    pytest.importorskip("scipy", reason="bounds are linear programs")
+    workload = random_workload(seed)
+    bound, gangs = fluid_bound(workload), gang_optimum(workload, limit_s=10.0)
+    assert gangs is not None
+    for policy in sorted(POLICIES):
+        worth = sum(each.worth for each in plan_all(policy, workload, Options(explains=False)))
+        assert worth <= bound * (1.0 + 1e-6), policy
+        assert policy not in _GANGS or worth <= gangs * (1.0 + 1e-6), policy
+
+
+@pytest.mark.long
+def test_500_random_workloads_keep_to_capacity_gangs_and_work() -> None:
+    for seed in range(500):
+        for policy in _GANGS:
+            _check_policy(policy, seed)
+        _check_refusals(seed)
 
 
 @pytest.mark.long
