@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+import loft_hvd as loft
 import loft_hvd.simulate
 from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.interval import Interval, typical
@@ -25,6 +29,7 @@ from loft_hvd.simulate.compare import random_scenario
 from loft_hvd.simulate.curves import Table, read_table
 from loft_hvd.simulate.scenario import Event, RankTraits, Scenario, read_scenario
 from loft_hvd.simulate.simulation import PolicyRun, simulate
+from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.clusters import OVERLAPS, drive, measure, observe, random_model
 from tests.support.marks import long_first
 from tests.support.scenarios import hiccup_scenario, rough_scenario, wide_scenario
@@ -149,6 +154,53 @@ def test_on_measured_curves_loft_comes_near_the_best_of_all_sizes(model: str, to
     )
     settled_s = simulate(scenario).run("loft").settled_s
     assert settled_s <= 1.03 * least_by_enumeration(tables, total)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)  # wall time, on cores that other tests share
+@pytest.mark.parametrize(
+    ("model", "total"), long_first([("imagenet", 400), ("bert", 48), ("yolov3", 32)])
+)
+def test_live_ranks_that_take_as_long_as_measured_come_near_the_best_of_all_sizes(
+    model: str, total: int
+) -> None:
+    """Ranks sleep as long as their devices computed; after 8 intervals sizes are as good."""
+    names = [f"{model}-{gpu}" for gpu in ("a100", "2080ti", "rtx6000", "t4")]
+    tables = [read_table(name) for name in names]
+    interval, most = 10, [int(table.sizes[-1]) for table in tables]
+
+    def work(ends: LocalTransport) -> tuple[list[tuple[int, ...]], list[float]]:
+        balancer = loft.Balancer(
+            total, interval=interval, min_batch=1, max_batch=most, transport=ends
+        )
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.1), balancer=balancer, transport=ends
+        )
+        loader = loft.DataLoader(TensorDataset(torch.ones(100 * total, 1)), balancer)
+        sizes, ended = [], []
+        for (x,) in itertools.islice(loader, 9 * interval):
+            optimizer.zero_grad()
+            time.sleep(float(tables[ends.rank].at(np.array([len(x)]))[0]))
+            (weight * x).mean().backward()
+            optimizer.step()
+            sizes.append(loader.step_sizes.sizes)
+            ended.append(time.monotonic())
+        return sizes, np.diff(ended).tolist()
+
+    sizes, step_s = run_ranks(4, work, timeout_s=170)[0]
+    best_s = least_by_enumeration(tables, total)
+
+    def longest_s(of_step: tuple[int, ...]) -> float:
+        pairs = zip(tables, of_step, strict=True)
+        return max(float(table.at(np.array([size]))[0]) for table, size in pairs)
+
+    later = slice(8 * interval, None)
+    slept = float(np.mean([longest_s(each) for each in sizes[later]])) / best_s
+    taken = float(np.median(step_s[later])) / best_s
+    plans = [each for at, each in enumerate(sizes) if not at or each != sizes[at - 1]]
+    sys.stdout.write(f"{model} {total}: {slept:.3f} by sizes, {taken:.3f} taken; {plans}\n")
+    assert slept <= 1.06, plans
 
 
 def test_loft_is_near_the_best_policy_where_a_slow_rank_reads_little() -> None:

@@ -176,7 +176,8 @@ def test_a_rank_comes_back_within_four_intervals_of_its_links_recovery(link: str
     slow = np.array([0.0, 0.0, 0.0, 1.0])
     term, seconds = {"latency": ("fetch_fixed_s", 0.3), "rate": ("remote_s", 0.15)}[link]
     model = replace(EVEN, hits=np.where(slow > 0, 0.0, np.inf))
-    cut = replace(model, **{term: seconds * slow})
+    changed: Any = {term: seconds * slow}
+    cut = replace(model, **changed)
     sizes = drive(lambda at: cut if at < 14 else model, adaptive(), intervals=24)
     assert sizes[13][3] == 0
     back = next(at for at in range(14, 24) if sizes[at][3])
