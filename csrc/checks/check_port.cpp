@@ -4,6 +4,7 @@
 //   check_port            all of it
 //   check_port --flood    how long an exchange takes while a stranger sends 100,000 packets a
 //   second
+//   check_port --rate     bytes a second each way, with the kernel's GSO and GRO and without
 
 #include <arpa/inet.h>
 #include <malloc.h>
@@ -15,6 +16,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <ctime>
 #include <functional>
 #include <random>
 #include <thread>
@@ -63,9 +65,10 @@ struct Socket {
 // Two ports that know each other's keys; whose addresses they get is said later.
 struct Pair {
   std::unique_ptr<Port> ports[2];
-  Pair() {
+  explicit Pair(bool offloads = true) {
     for (const int rank : {0, 1}) {
       PortSettings settings;
+      settings.offloads = offloads;
       settings.rank = rank;
       settings.num_ranks = 2;
       settings.world = 7;
@@ -165,6 +168,17 @@ void check_many_threads() {
   is_over_for_all = true;
   for (std::thread& each : askers) each.join();
   expect(num_right == 2 * kCallers * kTurns, num_right, " exchanges of several threads are right");
+}
+
+// Values are exchanged where the kernel has neither GSO nor GRO.
+void check_without_offloads() {
+  Pair pair(false);
+  pair.connect(pair.ports[1]->number(), pair.ports[0]->number());
+  for (const size_t num_bytes : {1, 1'279, 3'000'001}) exchange(pair, num_bytes, num_bytes);
+  for (const auto& port : pair.ports) {
+    const PortCounts counts = port->counts();
+    expect(!counts.has_gso && !counts.has_gro, "a port takes what it shall leave");
+  }
 }
 
 // A port is closed while exchanges are under way, and while others begin some and ask.
@@ -320,6 +334,34 @@ void check_hostile() {
   exchange(pair, 100, 60'000);
 }
 
+// The median of exchanges with the kernel's offloads and without, by turns.
+void measure_rate() {
+  constexpr size_t kBytes = 32'000'000;
+  constexpr int kTurns = 21;
+  Pair with(true), without(false);
+  Pair* pairs[] = {&with, &without};
+  std::vector<double> took_s[2];
+  double cpu_s[2] = {};
+  for (Pair* pair : pairs) pair->connect(pair->ports[1]->number(), pair->ports[0]->number());
+  for (int turn = 1; turn <= kTurns; ++turn) {
+    for (const int kind : {0, 1}) {
+      const std::clock_t began = std::clock();
+      took_s[kind].push_back(exchange(*pairs[kind], static_cast<uint64_t>(turn), kBytes));
+      cpu_s[kind] += static_cast<double>(std::clock() - began) / CLOCKS_PER_SEC;
+    }
+  }
+  for (const int kind : {0, 1}) {
+    std::vector<double>& times = took_s[kind];
+    std::sort(times.begin(), times.end());
+    const double cpu_of_port_s = cpu_s[kind] / (2 * kTurns);
+    const auto rate = [&](int at) { return 1e-6 * kBytes / times[static_cast<size_t>(at)]; };
+    std::cout << (kind ? "without" : "with") << " GSO and GRO: " << rate(kTurns / 2)
+              << " MB/s each way (" << rate(3 * kTurns / 4) << " to " << rate(kTurns / 4)
+              << "; best " << rate(0) << "), a core of its own for each port would do "
+              << 1e-6 * kBytes / cpu_of_port_s << "\n";
+  }
+}
+
 // The median of an exchange alone, while a stranger floods somebody else on this host, whose
 // packets cost as much to send, and while he floods one of the ports; by turns.
 void measure_flood() {
@@ -382,6 +424,11 @@ int main(int argc, char** argv) {
     measure_flood();
     return report("flood");
   }
+  if (argc > 1 && std::string(argv[1]) == "--rate") {
+    measure_rate();
+    return report("rate");
+  }
+  check_without_offloads();
   check_many_threads();
   check_close_in_the_midst();
   check_hostile();

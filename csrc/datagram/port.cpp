@@ -34,10 +34,11 @@
 namespace loft::datagram {
 namespace {
 
-constexpr int kPackets = 128;  // of a batch that is sent
-constexpr int kSegments = 40;  // of one message: below 64 and 64 KiB
-constexpr int kReceives = 4;   // messages of a call, of up to 64 packets: one acknowledgement
-                               // tells of 256
+constexpr int kPackets = 128;       // of a batch that is sent
+constexpr int kSegments = 40;       // of one message: below 64 and 64 KiB
+constexpr int kReceives = 4;        // messages of a call, of up to 64 packets: one acknowledgement
+                                    // tells of 256
+constexpr int kPlainReceives = 64;  // of a call without GRO, a packet each
 constexpr int kReceiveBytes = 1 << 16;
 constexpr int kBufferBytes = 8 << 20;
 constexpr Nanos kLongestWait = 100 * kMilli, kPause = kSecond;
@@ -126,9 +127,11 @@ Port::Port(PortSettings settings)
   (void)grow(socket_, SO_SNDBUF, SO_SNDBUFFORCE);
   const int whole = IP_PMTUDISC_DO, on = 1;  // a fragment lost is a packet lost
   (void)setsockopt(socket_, IPPROTO_IP, IP_MTU_DISCOVER, &whole, sizeof whole);
-  counts_.has_gro = setsockopt(socket_, SOL_UDP, UDP_GRO, &on, sizeof on) == 0;
-  const int none = 0;
-  counts_.has_gso = setsockopt(socket_, SOL_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
+  const auto takes = [&](int option, int value) {
+    return settings_.offloads && setsockopt(socket_, SOL_UDP, option, &value, sizeof value) == 0;
+  };
+  counts_.has_gro = takes(UDP_GRO, 1);
+  counts_.has_gso = takes(UDP_SEGMENT, 0);
   tunnels_.resize(num_ranks);
   tried_at_.resize(num_ranks, 0);
   // Without it, as where the number is taken, ranks that hear nothing end in an error.
@@ -407,13 +410,15 @@ int Port::peer_of(const sockaddr_in& from) const {
 }
 
 void Port::receive() {
-  mmsghdr messages[kReceives];
-  iovec places[kReceives];
-  sockaddr_in from[kReceives];
-  alignas(cmsghdr) unsigned char notes[kReceives][CMSG_SPACE(sizeof(int))];
+  mmsghdr messages[kPlainReceives];
+  iovec places[kPlainReceives];
+  sockaddr_in from[kPlainReceives];
+  alignas(cmsghdr) unsigned char notes[kPlainReceives][CMSG_SPACE(sizeof(int))];
+  const int most = counts_.has_gro ? kReceives : kPlainReceives;
+  const size_t room = batch_->received.size() / static_cast<size_t>(most);
   for (int turn = 0; turn < 16; ++turn) {  // then others have theirs
-    for (int i = 0; i < kReceives; ++i) {
-      places[i] = {batch_->received.data() + static_cast<size_t>(i) * kReceiveBytes, kReceiveBytes};
+    for (int i = 0; i < most; ++i) {
+      places[i] = {batch_->received.data() + static_cast<size_t>(i) * room, room};
       std::memset(&messages[i], 0, sizeof messages[i]);
       messages[i].msg_hdr.msg_name = &from[i];
       messages[i].msg_hdr.msg_namelen = sizeof from[i];
@@ -422,7 +427,7 @@ void Port::receive() {
       messages[i].msg_hdr.msg_control = notes[i];
       messages[i].msg_hdr.msg_controllen = sizeof notes[i];
     }
-    const int got = recvmmsg(socket_, messages, kReceives, MSG_DONTWAIT, nullptr);
+    const int got = recvmmsg(socket_, messages, static_cast<unsigned>(most), MSG_DONTWAIT, nullptr);
     if (got <= 0) return;
     ++counts_.receives;
     const Nanos at = now();
@@ -444,7 +449,7 @@ void Port::receive() {
         take(peer, packet + begin, std::min(each, total - begin), at);
       }
     }
-    if (got < kReceives) return;
+    if (got < most) return;
     (void)send();
   }
 }

@@ -27,6 +27,7 @@ struct PortSettings {
   int first_port = 0, last_port = 0;           // the first that is free; 0: any
   std::vector<std::string> keys_out, keys_in;  // by rank, of 16 bytes
   double most_bytes_per_s = 0;
+  bool offloads = true;  // takes GSO and GRO where the kernel has them
 };
 
 struct PortCounts {
