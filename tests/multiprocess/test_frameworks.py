@@ -54,6 +54,16 @@ def test_losses_over_tokens_are_counted(kind: str, num_ranks: int) -> None:
     assert done.succeeded().count(f"{kind} has finished") == num_ranks
 
 
+@needs("pytorch_lightning")
+def test_script_for_lightning_trains(tmp_path: Path) -> None:
+    begins = "import pytorch_lightning as pl"
+    (script,) = (b for b in blocks_of(read_page("migrate.md")) if b.first_line == begins)
+    file = tmp_path / "train.py"
+    file.write_text(script.text)
+    output = torchrun(4, str(file))
+    assert len(re.findall(r"(?m)^ +\d .*%", output)) == 4, output[-8000:]
+
+
 @needs("transformers")
 def test_the_trainer_trains_and_resumes_on_fewer_ranks(tmp_path: Path) -> None:
     for num_ranks, what in ((4, "fit,watched,begin"), (2, "resume")):

@@ -325,6 +325,7 @@ _ELSEWHERE = {
     "migrate.md": {
         "balancer = loft.Balancer(64 * hvd.size())": "test_readme.py::test_the_converted_loop",
         "import horovod": "test_readme.py::test_the_notebooks_cell_trains",
+        "import pytorch_lightning as pl": "test_frameworks.py::test_script_for_lightning_trains",
         "@@": "test_horovods_examples.py::test_",  # all diffs: `DIFFS` in tests/support
     },
     "plan.md": dict.fromkeys(

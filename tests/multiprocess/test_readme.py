@@ -67,7 +67,7 @@ def test_the_two_lines_report_on_plain_horovod(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_converted_loop_trains_on_three_ranks(tmp_path: Path) -> None:
     page = (ROOT / "docs/migrate.md").read_text()
-    block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    block = re.search(r"```python\n(balancer = .*?)```", page, re.DOTALL)
     assert block is not None
     head = "import horovod.torch as hvd\nimport loft_hvd as loft\nhvd.init()\n"
     script = tmp_path / "train.py"

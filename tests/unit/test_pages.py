@@ -118,3 +118,18 @@ def test_few_lines_convert_horovods_examples() -> None:
     assert all(found[name] <= most for name, most in MOST_LINES.items()), found
     for name, count in found.items():
         assert f"{name}`, {count} lines." in MIGRATE
+
+
+def test_who_begins_finds_a_whole_script_of_at_most_60_lines() -> None:
+    index = (HOME / "docs/index.md").read_text(encoding="utf-8").partition("\n\n| not served")[0]
+    rows = [line.split("|")[1:4] for line in index.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 10
+    for what, pages, script in rows:
+        if name := re.search(r"`(.*)`", script):
+            assert len((HOME / name[1]).read_text().splitlines()) <= 60, name[1]
+        elif "on the page" in script:
+            page = HOME / "docs" / re.findall(r"\(([\w.]+\.md)", pages)[0]
+            scripts = re.findall(r"(?ms)^```(?:python|toml)\n(.*?)^```$", page.read_text())
+            assert 10 < max(len(each.splitlines()) for each in scripts) <= 60, page.name
+        else:
+            assert script.strip() == "one line", what

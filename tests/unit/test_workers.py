@@ -244,7 +244,7 @@ def test_fewer_wrong_workers_are_advised_where_more_than_a_quarter_are_expected(
     if is_advised:
         assert "more than a quarter of 3 workers" in said[0]
         # What it costs, and the way out.
-        assert "digits sorted by class left 76 % right" in said[0]
+        assert "digits sorted by class left 75 % right" in said[0]
         way_out = "Placement.with_strata(labels, cap=1.5); then use 4 workers or more"
         assert said[0].endswith(f"First give the placement strata: {way_out}")
 

@@ -398,7 +398,7 @@ def _advise_fewer(rules: Sequence[Rule], num_workers: int) -> None:
             _logger.warning(
                 "robust:f=%d expects more than a quarter of %d workers to be wrong: that costs "
                 "accuracy even if none is, and most where workers draw from different data. With "
-                "a quarter, the worst attack on digits sorted by class left 76 %% right, where "
+                "a quarter, the worst attack on digits sorted by class left 75 %% right, where "
                 'nobody attacks 96 %% (8 workers, scope="model", docs/attacks.md). '
                 "First give the placement strata: Placement.with_strata(labels, cap=1.5); then "
                 "use %d workers or more%s",
