@@ -216,6 +216,7 @@ class _PlanFiles:
     emit: str | None  # prints what starts the job, in place of the words
     image: str | None
     check: str | None  # a run log, which is compared in place of planning
+    now: str | None  # what runs already
 
 
 def _check_plan(fleet: Fleet, job: Job, log: str, *, assume: bool) -> None:
@@ -239,8 +240,9 @@ def _plan(
 
     fleet = read_cluster(cluster)
     known = read_jobs(jobs, fleet)
-    if name is None and (len(known) > 1 or options.is_asked):
-        _plan_many(fleet, known, files, read=[cluster, jobs], options=options)
+    if name is None and (len(known) > 1 or options.is_asked or files.now is not None):
+        read = [cluster, jobs, *([] if files.now is None else [files.now])]
+        _plan_many(fleet, known, files, read=read, options=options)
         return
     chosen = next(iter(known)) if name is None else name
     if chosen not in known:
@@ -277,6 +279,7 @@ def _plan_many(
 ) -> None:
     """Print which jobs run when and where, and which are not admitted."""
     from loft_hvd.fleet.many import describe_many, many_table, many_to_dict, plan_many
+    from loft_hvd.fleet.now import read_now
 
     of_one = {"--emit": files.emit, "--sizes": files.sizes_file, "--check": files.check}
     if asked := [option for option, value in of_one.items() if value is not None]:
@@ -284,7 +287,8 @@ def _plan_many(
             f"plan: {' and '.join(asked)} {'is' if len(asked) == 1 else 'are'} of one job, but "
             f"{read[1]} has {sorted(jobs)}; name one with --job"
         )
-    plan = plan_many(fleet, jobs, options)
+    now = None if files.now is None else read_now(files.now, jobs)
+    plan = plan_many(fleet, jobs, options, now=now)
     if files.json_file is not None:
         text = json.dumps(many_to_dict(plan), indent=1) + "\n"
         _write("--json", files.json_file, text, inputs=read)
@@ -660,12 +664,17 @@ def _add_fleet_commands(app: typer.Typer) -> None:
         model: str = typer.Option("ours", help="Speeds of many jobs: ours, ps or ring."),
         slot_s: float = typer.Option(None, "--slot", help="Seconds of a slot of time."),
         horizon_s: float = typer.Option(None, "--horizon", help="Seconds to look ahead."),
+        now: str = typer.Option(
+            None, metavar="FILE", help="What runs already, a TOML file; it is not moved."
+        ),
     ) -> None:
         """Say which hosts a job should take, with what sizes; of several jobs, which run when."""
         from loft_hvd.fleet.many import ManyOptions
 
-        files = _PlanFiles(json_file, sizes, page, emit, image, check)
-        options = ManyOptions(policy, solver, model, slot_s, horizon_s, simulate, assume)
+        files = _PlanFiles(json_file, sizes, page, emit, image, check, now)
+        options = ManyOptions(
+            policy, solver, model, slot_s, horizon_s, simulates=simulate, assume=assume
+        )
         _plan(cluster, jobs, job, files, options=options)
 
 

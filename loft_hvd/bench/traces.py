@@ -17,7 +17,7 @@ import numpy as np
 
 from loft_hvd.balance.plan import Floats
 from loft_hvd.errors import ArgumentError
-from loft_hvd.fleet.bounds import fluid_bound
+from loft_hvd.fleet.bounds import fluid_bound, gang_optimum
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import RESERVE
 from loft_hvd.fleet.speeds import ParameterServers, Ring
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _GB, _SLOT_S = 1e9, 3600.0
+_PROOF_S = 60.0  # that HiGHS has to prove an optimum
 _MOST_TIERS = 4  # rates of links, that machines are chosen by
 RESOURCES = ("GPUs", "CPUs", "memory")
 
@@ -46,6 +47,7 @@ class TraceSetting:
     num_slots: int
     is_ring: bool = False  # GADGET's speeds, machines and jobs; else PD-ORS'
     is_equal: bool = True  # links
+    has_optimum: bool = False  # whether rows have ``gang_optimum``
 
 
 SETTINGS = {
@@ -53,7 +55,9 @@ SETTINGS = {
     "20x4-100": TraceSetting(20, 100, 100),
     "20x4-50-links": TraceSetting(20, 50, 100, is_equal=False),
     "20x4-100-links": TraceSetting(20, 100, 100, is_equal=False),
-    "gadget": TraceSetting(50, 50, 200, is_ring=True, is_equal=False),
+    "gadget": TraceSetting(50, 200, 200, is_ring=True, is_equal=False),
+    # Small enough for HiGHS to prove the most that jobs which keep their workers can be worth.
+    "gadget-small": TraceSetting(10, 24, 60, is_ring=True, is_equal=False, has_optimum=True),
     "large": TraceSetting(100, 100, 200, is_equal=False),
 }
 
@@ -151,7 +155,8 @@ def _ring_job(
         rate = bytes_per_s if bytes_per_s >= 32 * _GB else min(bytes_per_s, gbits * _GB / 8)
         return steps * model.step_s(int(workers), batch, rate) / (workers * _SLOT_S)
 
-    needs = np.array([[1.0, float(rng.integers(1, 11)), float(rng.uniform(2, 32))]])
+    gpus = float(min(rng.integers(1, 5), machines.capacity[:, 0].max()))
+    needs = np.array([[gpus, float(rng.integers(1, 11)), float(rng.uniform(2, 32))]])
     return _demand(rng, name, arrival, machines, needs, tuple(range(1, most + 1)), slots, 0.0)
 
 
@@ -244,6 +249,8 @@ def measure_traces(
 def _measure(bench: TraceBench, setting: TraceSetting, seed: int) -> dict[str, Any]:
     workload = make_trace(setting, seed)
     row: dict[str, Any] = {"seed": seed, "bound": fluid_bound(workload), "policies": {}}
+    if setting.has_optimum:
+        row["optimum"] = gang_optimum(workload, limit_s=_PROOF_S)
     for policy in bench.policies:
         before = time.perf_counter()
         outcomes = plan_all(

@@ -21,7 +21,7 @@ from loft_hvd.fleet.speeds import ParameterServers, Ring
 from loft_hvd.fleet.timeline import Bools, Demand, Ints, Value
 from loft_hvd.fleet.traffic import HostRanks, Layout
 
-__all__ = ["RESOURCES", "SPEEDS", "Machines", "demand_of", "in_slots"]
+__all__ = ["RESOURCES", "SPEEDS", "Machines", "demand_of", "in_slots", "value_of", "ways_of"]
 
 RESOURCES = ("slots", "cpus", "memory_bytes")
 _MOST_TIERS, _MOST_RATES = 12, 3  # sets of machines that a job chooses from, of them by link
@@ -85,11 +85,17 @@ class Machines:
         return math.inf if model is None else model.compute_s
 
 
+def ways_of(job: Job) -> tuple[str, ...]:
+    """Return what a job's rule may be over."""
+    if job.is_mean:
+        return ("ranks",)
+    return ("ranks", "nodes") if job.over == "auto" else (job.over,)
+
+
 def ours_s(fleet: Fleet, job: Job, layout: Layout) -> float:
     """Return seconds by the models of ``rate``: fetch, compute, balanced sizes, exchange."""
-    ways = ("ranks",) if job.is_mean else ("ranks", "nodes") if job.over == "auto" else (job.over,)
     steps = []
-    for over in ways:
+    for over in ways_of(job):
         tried = replace(layout, over=over)
         try:
             tried.check(job)
@@ -151,7 +157,7 @@ def demand_of(machines: Machines, job: Job, *, speed: TotalSeconds) -> Demand:
     draft = Demand(
         job.name,
         job.arrival_s,
-        _value(job),
+        value_of(job),
         needs,
         counts,
         max(counts, default=1),
@@ -193,7 +199,8 @@ def in_slots(demand: Demand, slot_s: float, *, now_s: float = 0.0) -> Demand:
     )
 
 
-def _value(job: Job) -> Value:
+def value_of(job: Job) -> Value:
+    """Return what a job's end is worth, in slots of a second."""
     deadline = math.inf if job.deadline_s is None else job.deadline_s - job.arrival_s
     if job.wished_s is None:
         return Value(job.worth, deadline=deadline)

@@ -12,9 +12,18 @@ import numpy as np
 
 from loft_hvd.codec import encode
 from loft_hvd.errors import ArgumentError, PlanError
-from loft_hvd.fleet.demands import RESOURCES, SPEEDS, Machines, demand_of, in_slots
+from loft_hvd.fleet.demands import (
+    RESOURCES,
+    SPEEDS,
+    Machines,
+    demand_of,
+    in_slots,
+    value_of,
+    ways_of,
+)
 from loft_hvd.fleet.jobs import Fleet, Job
 from loft_hvd.fleet.measured import Origin, with_logs
+from loft_hvd.fleet.now import NowState, RunningJob
 from loft_hvd.fleet.place import Choice
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import PriceRange, price_range
@@ -26,6 +35,7 @@ from loft_hvd.fleet.timeline import (
     Ints,
     Outcome,
     PlannedJob,
+    Stretch,
     Workload,
 )
 from loft_hvd.simulate.simulation import simulate
@@ -47,6 +57,7 @@ class ManyOptions:
     model: str = "ours"
     slot_s: float | None = None  # None: a part of the time looked at
     horizon_s: float | None = None  # None: by what the jobs take
+    prices: PriceRange | None = None  # of a unit and an hour; None: by the jobs
     simulates: bool = True
     assume: bool = False  # what run logs do not tell apart
 
@@ -92,9 +103,9 @@ class ManyPlan:
 
     @property
     def planned(self) -> tuple[PlannedJob, ...]:
-        """All jobs, in the order of the file."""
+        """All jobs: those that run already, then the others in the order of the file."""
         pairs = zip(self.jobs, self.outcomes, strict=True)
-        return tuple(self._planned(job, outcome) for job, outcome in pairs)
+        return (*self.running, *(self._planned(job, outcome) for job, outcome in pairs))
 
     def at_s(self, slot: float) -> float:
         """Return the instant of a slot, on the clock of ``arrival_s``."""
@@ -150,7 +161,11 @@ class ManyPlan:
 
 
 def plan_many(
-    fleet: Fleet, jobs: Mapping[str, Job], options: ManyOptions, *, prices: PriceRange | None = None
+    fleet: Fleet,
+    jobs: Mapping[str, Job],
+    options: ManyOptions,
+    *,
+    now: NowState | None = None,
 ) -> ManyPlan:
     """Plan all jobs of a file beside each other.
 
@@ -158,39 +173,110 @@ def plan_many(
         fleet: the machines.
         jobs: all jobs, by name.
         options: how.
-        prices: of a unit of each resource and an hour; None: by the jobs.
+        now: what runs already, and from when on the others are planned; None: nothing, from 0.
 
     Raises:
-        PlanError: a job fits nowhere, had it all machines for itself.
+        PlanError: a job fits nowhere, had it all machines for itself, or those that run have not
+            the room that they are said to have.
     """
-    now_s = time.time()
-    known = [with_logs(fleet, job, now_s=now_s, assume=options.assume) for job in jobs.values()]
-    found, origins = tuple(job for job, _ in known), {job.name: each for job, each in known}
-    machines = Machines.of(fleet)
-    seconds = [demand_of(machines, job, speed=SPEEDS[options.model]) for job in found]
-    slot_s, num_slots = _slots(options, seconds, machines)
+    now = NowState() if now is None else now
+    now.check(jobs)
+    today_s, machines = time.time(), Machines.of(fleet)
+    known = {
+        name: with_logs(fleet, job, now_s=today_s, assume=options.assume)
+        for name, job in jobs.items()
+        if name not in now.finished
+    }
+    seconds = {
+        name: in_slots(demand_of(machines, job, speed=SPEEDS[options.model]), 1.0, now_s=now.now_s)
+        for name, (job, _) in known.items()
+    }
+    pinned = {
+        each.job: _pinned(machines, known[each.job][0], each, seconds) for each in now.running
+    }
+    slot_s, num_slots = _slots(options, seconds, pinned, machines)
     tried: dict[tuple[str, bytes], JobPlan] = {}
     demands = []
-    for job, each in zip(found, seconds, strict=True):
-        demand = in_slots(each, slot_s)
+    for name in (name for name in seconds if name not in pinned):
+        job, origins = known[name]
+        demand = in_slots(seconds[name], slot_s)
         if options.model == "ours":
-            confirm = _confirming(machines, job, origins[job.name], options, slot_s, tried)
+            confirm = _confirming(machines, job, origins, options, slot_s, tried)
             demand = replace(demand, confirm=confirm)
         if not job.urgency:
             demand = replace(demand, haste=_HASTE / num_slots)
         demands.append(demand)
-    workload = Workload(machines.capacity, RESOURCES, num_slots, tuple(demands))
-    if options.policy not in ("price", "oasis"):
-        prices = None
-    elif prices is None:
-        prices = price_range(workload)
-    else:
-        prices = prices.times(slot_s / _HOUR_S)
+    running = tuple(
+        (seconds[name], Stretch(0, max(math.ceil(left_s / slot_s), 1), placement))
+        for name, (placement, left_s) in pinned.items()
+    )
+    workload = Workload(machines.capacity, RESOURCES, num_slots, tuple(demands), running)
+    _check_room(workload)
+    prices = None
+    if options.policy in ("price", "oasis"):
+        prices = price_range(workload) if options.prices is None else options.prices
+        if options.prices is not None:
+            prices = prices.times(slot_s / _HOUR_S)
     outcomes = plan_all(options.policy, workload, Options(SOLVERS[options.solver], prices))
-    return ManyPlan(fleet, machines, found, options, slot_s, num_slots, outcomes, tried, prices)
+    return ManyPlan(
+        fleet,
+        machines,
+        tuple(known[demand.name][0] for demand in demands),
+        options,
+        slot_s,
+        num_slots,
+        outcomes,
+        tried,
+        prices,
+        now.now_s,
+        tuple(
+            _still_running(jobs[each.job], each, now, pinned[each.job][1]) for each in now.running
+        ),
+    )
 
 
-def _slots(options: ManyOptions, seconds: list[Demand], machines: Machines) -> tuple[float, int]:
+def _pinned(
+    machines: Machines, job: Job, running: RunningJob, seconds: Mapping[str, Demand]
+) -> tuple[Ints, float]:
+    """Return where a job runs, [1, H], and for how many more seconds."""
+    placement = machines.workers(running.hosts, job)[None, :]
+    total_s = seconds[job.name].slots(placement)
+    if math.isinf(total_s):
+        raise PlanError(
+            f"job {job.name!r} cannot run on {running.hosts}, as --now says: it has no model of "
+            "a device there, or too few or too many workers; correct one of these"
+        )
+    return placement, (1.0 - running.done) * total_s
+
+
+def _check_room(workload: Workload) -> None:
+    """Raise where jobs that run take more than there is."""
+    used = np.zeros_like(workload.capacity)
+    for demand, stretch in workload.running:
+        used += stretch.placement.T @ demand.needs
+        over = np.argwhere(used > workload.capacity * (1.0 + 1e-9))
+        if len(over):
+            what = workload.resources[over[0][1]]
+            raise PlanError(
+                f"job {demand.name!r} runs where others do, and together they take more {what} "
+                "than the host has; correct --now, or the cluster's file"
+            )
+
+
+def _still_running(job: Job, running: RunningJob, now: NowState, left_s: float) -> PlannedJob:
+    end_s = now.now_s + left_s
+    value = value_of(job)
+    worth = float(value.at(np.array(end_s - job.arrival_s)))
+    hosts = tuple(running.hosts.items())
+    return PlannedJob(job.name, True, "", job.arrival_s, now.now_s, end_s, None, None, hosts, worth)
+
+
+def _slots(
+    options: ManyOptions,
+    seconds: Mapping[str, Demand],
+    pinned: Mapping[str, tuple[Ints, float]],
+    machines: Machines,
+) -> tuple[float, int]:
     """Return the length of a slot and how many there are.
 
     Without a word from the user, time for all jobs four times over, had each the workers that use
@@ -200,10 +286,12 @@ def _slots(options: ManyOptions, seconds: list[Demand], machines: Machines) -> t
     if horizon_s is None:
         total = sum(
             min(count * each for count, each in zip(one.counts, one.least_slots, strict=True))
-            for one in seconds
+            for one in seconds.values()
         )
-        longest = max(min(each.least_slots) for each in seconds)
-        last = max(each.asked for each in seconds)
+        longest = max((min(each.least_slots) for each in seconds.values()), default=1.0)
+        last = max(
+            [*(each.asked for each in seconds.values()), *(s for _, s in pinned.values()), 0]
+        )
         horizon_s = last + 4.0 * total / machines.capacity[:, 0].sum() + 2.0 * longest
     slot_s = horizon_s / _SLOTS if options.slot_s is None else options.slot_s
     num_slots = math.ceil(horizon_s / slot_s - 1e-9)
@@ -229,9 +317,7 @@ def _confirming(
         key = (job.name, placement.tobytes())
         if key not in tried:
             best = None
-            for over in ("ranks", "nodes"):
-                if (over == "nodes" and job.is_mean) or job.over not in ("auto", over):
-                    continue
+            for over in ways_of(job):
                 try:
                     found = predict(machines.fleet, job, machines.layout(placement[0], over=over))
                 except PlanError:
@@ -265,7 +351,7 @@ def many_table(plan: ManyPlan) -> list[list[str]]:
             [
                 each.name,
                 show_time(each.arrival_s),
-                show_time(each.start_s),
+                "runs" if each in plan.running else show_time(each.start_s),
                 show_time(each.end_s),
                 "-" if each.end_high_s is None else show_time(each.end_high_s),
                 str(sum(count for _, count in each.hosts)),
@@ -281,9 +367,9 @@ def describe_many(plan: ManyPlan) -> tuple[str, list[str]]:
     planned = plan.planned
     admitted = [each for each in planned if each.is_admitted]
     options = plan.options
-    worth, asked = sum(e.worth for e in planned), sum(job.worth for job in plan.jobs)
+    worth = sum(each.worth for each in planned)
     head = (
-        f"{len(admitted)} of {len(planned)} jobs admitted, worth {worth:.4g} of {asked:.4g}; "
+        f"{len(admitted)} of {len(planned)} jobs admitted, worth {worth:.4g}; "
         f"policy {options.policy}, speeds {options.model}, {plan.num_slots} slots of "
         f"{show_time(plan.slot_s)}"
     )
@@ -308,8 +394,10 @@ def describe_many(plan: ManyPlan) -> tuple[str, list[str]]:
 def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
     """Return a plan as JSON values; docs/plan.md has the schema."""
     found = []
-    for each, outcome in zip(plan.planned, plan.outcomes, strict=True):
-        tried = plan.plan_of(outcome)
+    outcomes = [*(None for _ in plan.running), *plan.outcomes]
+    for each, outcome in zip(plan.planned, outcomes, strict=True):
+        tried = None if outcome is None else plan.plan_of(outcome)
+        refusal = None if outcome is None else outcome.refusal
         found.append(
             {
                 **encode(each),
@@ -320,12 +408,13 @@ def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
                         "end_s": plan.at_s(stretch.last),
                         "ranks": int(stretch.placement[0].sum()),
                     }
-                    for stretch in outcome.stretches
+                    for stretch in (() if outcome is None else outcome.stretches)
                 ],
                 "step_s": None if tried is None else tried.best.step_s,
                 "simulated_step_s": None if tried is None else tried.simulated_s,
                 "is_apart": None if tried is None else tried.is_apart,
-                "refusal": None if outcome.refusal is None else encode(outcome.refusal),
+                "is_running": outcome is None,
+                "refusal": None if refusal is None else encode(refusal),
             }
         )
     hourly = None if plan.prices is None else plan.prices.times(_HOUR_S / plan.slot_s)
@@ -343,6 +432,6 @@ def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
             for at, name in enumerate(RESOURCES)
             if any(outcome.demand.needs[:, at].any() for outcome in plan.outcomes)
         },
-        "worth": sum(each.worth for each in plan.outcomes),
+        "worth": sum(each.worth for each in plan.planned),
         "jobs": found,
     }

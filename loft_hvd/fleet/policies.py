@@ -47,6 +47,7 @@ __all__ = ["POLICIES", "Options", "plan_all"]
 
 # Of Dorm: how far below its fair share a job may be, and the share of jobs that may be changed.
 _UNFAIR, _CHANGED = 0.1, 0.2
+_LAS_UNIT = 8.0  # workers times slots, that the first of queues takes
 _CONFIRMED = 6  # times that a window is found anew, as what it takes turns out longer
 
 
@@ -290,12 +291,19 @@ def _fair_counts(there: Sequence[_Running], total: Floats) -> list[int]:
 
 
 def _las(workload: Workload, options: Options) -> tuple[Outcome, ...]:
-    """Run the jobs first that have had least, with their fixed workers."""
+    """Run the jobs first that have had least, with their fixed workers.
+
+    Jobs that have had about as much, up to twice, come in order of arrival: else all of them would
+    take turns in each slot, and none would end. The idea is that of Tiresias' queues.
+    """
+
+    def queue(job: _Running) -> tuple[int, float]:
+        return math.floor(math.log2(1.0 + job.had / _LAS_UNIT)), job.demand.asked
 
     def share_out(there: Sequence[_Running], free: Floats) -> list[int]:
         left = free.sum(axis=0)
         counts = [0] * len(there)
-        for job in sorted(range(len(there)), key=lambda j: (there[j].had, j)):
+        for job in sorted(range(len(there)), key=lambda j: (queue(there[j]), j)):
             needed = there[job].demand.bundle * there[job].demand.wanted
             if np.all(needed <= left + 1e-9):
                 left = left - needed

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from loft_hvd.errors import ArgumentError, PlanError
+from loft_hvd.errors import ArgumentError, DataError, PlanError
 from loft_hvd.fleet.bounds import fluid_bound, gang_optimum
+from loft_hvd.fleet.demands import SPEEDS, ours_s
 from loft_hvd.fleet.jobs import DeviceModel, Fleet, Host, Job, JobList
 from loft_hvd.fleet.many import ManyOptions, describe_many, many_table, many_to_dict, plan_many
+from loft_hvd.fleet.now import NowState, RunningJob, read_now
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import Market, PriceRange, admit, price_range
 from loft_hvd.fleet.refusals import changed
 from loft_hvd.fleet.timeline import Stretch, Timeline
+from loft_hvd.fleet.traffic import HostRanks, Layout
 from tests.support.demands import check_outcomes, random_workload
 
 _WHOLE = 100_000  # random workloads
@@ -164,7 +168,7 @@ def test_a_table_and_json_have_a_row_for_each_job() -> None:
     jobs = {"a": JOB, "b": replace(JOB, name="b", deadline_s=1.0)}
     plan = plan_many(FLEET, jobs, ManyOptions(slot_s=4.0))
     head, lines = describe_many(plan)
-    assert head.startswith("1 of 2 jobs admitted, worth 1 of 2; policy price")
+    assert head.startswith("1 of 2 jobs admitted, worth 1; policy price")
     assert [row[0] for row in many_table(plan)] == ["job", "a", "b"]
     assert lines[0].startswith("b is not admitted: slots cost")
     found = json.loads(json.dumps(many_to_dict(plan), allow_nan=False))
@@ -227,3 +231,65 @@ def test_a_job_that_fits_nowhere_is_an_error_that_says_so() -> None:
 def test_options_that_are_none_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(ArgumentError, match=r"must be"):
         ManyOptions(**options)  # type: ignore[arg-type]
+
+
+def test_what_runs_is_not_moved_and_others_go_around_it() -> None:
+    jobs = {name: replace(JOB, name=name) for name in ("a", "b", "c")}
+    now = NowState(1000.0, ["a"], [RunningJob("b", {"h0": 2}, done=0.5)])
+    plan = plan_many(FLEET, jobs, ManyOptions(simulates=False), now=now)
+    running, planned = plan.planned
+    alone = ours_s(FLEET, JOB, Layout.of([HostRanks(HOSTS[0], "T4", 2)]))
+    assert running.hosts == (("h0", 2),)
+    assert running.end_s == pytest.approx(1000.0 + 0.5 * alone)
+    assert planned.name == "c"
+    assert planned.start_s is not None
+    assert planned.start_s >= 1000.0
+    assert planned.hosts == (("h1", 2),) or planned.start_s >= running.end_s  # type: ignore[operator]
+    assert many_table(plan)[1][2] == "runs"
+    assert [job["is_running"] for job in many_to_dict(plan)["jobs"]] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (NowState(finished=["x"]), "'x' is none of"),
+        (NowState(finished=["a"], running=[RunningJob("a", {"h0": 1})]), "stands twice"),
+        (NowState(running=[RunningJob("a", {"h9": 1})]), "0 slots in the cluster's file"),
+        (NowState(running=[RunningJob("a", {"h0": 3})]), "has 2 slots"),
+        (
+            NowState(running=[RunningJob("a", {"h0": 2}), RunningJob("b", {"h0": 1})]),
+            "take more slots than the host has",
+        ),
+    ],
+)
+def test_what_cannot_run_now_is_refused(now: NowState, words: str) -> None:
+    jobs = {name: replace(JOB, name=name) for name in ("a", "b")}
+    with pytest.raises(ArgumentError, match=words):
+        plan_many(FLEET, jobs, ManyOptions(simulates=False), now=now)
+
+
+def test_the_file_of_what_runs_is_read_strictly(tmp_path: Path) -> None:
+    file = tmp_path / "now.toml"
+    file.write_text(
+        'now_s = 60\nfinished = ["a"]\n[[running]]\njob = "b"\nhosts = { h0 = 2 }\ndone = 0.5\n'
+    )
+    assert read_now(file, ["a", "b"]) == NowState(60.0, ["a"], [RunningJob("b", {"h0": 2}, 0.5)])
+    file.write_text("when = 60\n")
+    with pytest.raises(ArgumentError, match="when"):
+        read_now(file, ["a"])
+    with pytest.raises(DataError, match="cannot be read"):
+        read_now(tmp_path / "none.toml", ["a"])
+
+
+@pytest.mark.parametrize(
+    ("model", "seconds"),
+    [
+        # 10,000 steps of 64 samples: 2 ranks at 1 ms a sample and 2 * 4 MB / (1.25 GB/s * 64).
+        ("ps", 10_000 * 64 * (1e-3 + 2 * 4e6 / (1.25e9 * 64)) / 2),
+        # Steps of 32 samples a rank, and half of 4 MB twice over the link.
+        ("ring", 10_000 * (32e-3 + 2e6 * 2 / 1.25e9)),
+    ],
+)
+def test_published_speeds_follow_a_job_s_models(model: str, seconds: float) -> None:
+    layout = Layout.of([HostRanks(host, "T4", 1) for host in HOSTS])
+    assert SPEEDS[model](FLEET, JOB, layout) == pytest.approx(seconds, rel=1e-9)
