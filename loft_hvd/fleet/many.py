@@ -144,19 +144,26 @@ class ManyPlan:
             return f"it has not ended by {show_time(end_s)}; look further ahead with --horizon"
         if refusal.why:
             return refusal.why
-        hourly = refusal.price * _HOUR_S / self.slot_s
-        text = (
-            f"{refusal.resource} cost {hourly:.4g} an hour where it would best run, "
-            f"{refusal.cost:.4g} in all, and it is worth {refusal.worth:.4g} there"
-        )
-        change = refusal.change
+        change, end_s = refusal.change, None
+        if change is not None and change.end is not None:
+            end_s = self.at_s(change.end)
+            text = f"it would end at {show_time(end_s)} at the soonest that it can pay, too late"
+        elif change is not None and change.num_slots is not None:
+            text = f"there is no room for it in the {show_time(self.slot_s * self.num_slots)} ahead"
+        else:
+            hourly = refusal.price * _HOUR_S / self.slot_s
+            text = (
+                f"{refusal.resource} cost {hourly:.4g} an hour where it would best run, "
+                f"{refusal.cost:.4g} in all, and it is worth {refusal.worth:.4g} there"
+            )
         if change is None:
             return text
         needed = [] if change.worth <= job.worth else [f"worth = {change.worth:.6g}"]
-        if change.end is not None:
-            needed.append(f"deadline_s = {math.ceil(self.at_s(change.end))}")
+        if end_s is not None:
+            needed.append(f"deadline_s = {math.ceil(end_s)}")
         if change.num_slots is not None:
-            needed.append(f"--horizon {math.ceil(change.num_slots * self.slot_s)}")
+            horizon_s = math.ceil(change.num_slots * self.slot_s)
+            needed.append(f"--slot {self.slot_s:g} --horizon {horizon_s}")
         return f"{text}; {' and '.join(needed)} would admit it"
 
 

@@ -170,7 +170,7 @@ def test_a_table_and_json_have_a_row_for_each_job() -> None:
     head, lines = describe_many(plan)
     assert head.startswith("1 of 2 jobs admitted, worth 1; policy price")
     assert [row[0] for row in many_table(plan)] == ["job", "a", "b"]
-    assert lines[0].startswith("b is not admitted: slots cost")
+    assert lines[0].startswith("b is not admitted: it would end at")
     found = json.loads(json.dumps(many_to_dict(plan), allow_nan=False))
     a, b = found["jobs"]
     assert a["hosts"] == {"h0": 2, "h1": 2}
