@@ -395,7 +395,8 @@ def _origin(run: LoggedRun, ranks: Sequence[int], *, now_s: float) -> Origin:
 def _slope_error_s(fit: _LoggedFit, times: RankTimes) -> float:
     """Return the standard error of what one sample more takes a rank; 0 where a log lacks it."""
     counts = {"compute_s": times.samples, "local_s": times.local, "remote_s": times.remote}
-    return math.hypot(*(fit.errors.get(name, 0.0) for name, count in counts.items() if count > 0))
+    errors = [fit.errors.get(name, 0.0) for name, count in counts.items() if count > 0]
+    return math.hypot(*(error for error in errors if math.isfinite(error)))
 
 
 def layout_of(fleet: Fleet, job: Job, run: LoggedRun) -> tuple[Layout, list[int]]:

@@ -179,6 +179,14 @@ def test_a_time_is_known_less_well_far_from_the_batches_measured(tmp_path: Path,
     # 48 samples more of 0.1 ms are 4.8 ms, of 960 a half percent.
     far = origin.error_at(origin.samples + 48, 0.96)
     assert far == pytest.approx((0.01**2 + 0.005**2) ** 0.5)
+
+    def lose(entry: dict[str, Any]) -> None:  # a number that was not finite
+        doubt(entry)
+        entry["ranks"][0]["errors"]["compute_s"] = None
+
+    path = tmp_path / "lost"
+    path.mkdir()
+    assert with_logs(FLEET, job_of(path, changed(log, "fit", lose)), now_s=0.0)[1]["A"].slope_s == 0
     plan = plan_job(FLEET, job, simulates=False)
     assert plan.error == pytest.approx(0.01, abs=1e-3)
     ends = f"{show_time(plan.p05_s)} to {show_time(plan.p95_s)} in 9 of 10 cases"
