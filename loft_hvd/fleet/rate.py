@@ -35,7 +35,9 @@ __all__ = [
     "typical_unit",
 ]
 
-_DRAWS = 64  # steps, whose usual longest is known to some 0.3 %
+# Steps that are drawn, whose usual longest is known to some 0.3 %: of many ranks it varies less, so
+# fewer will do.
+_DRAWS, _LEAST_DRAWS, _DRAWN_RANKS = 64, 24, 2**14
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,11 @@ def _slowest_server(fleet: Fleet, job: Job, layout: Layout, data: DataSet) -> tu
     out_of: dict[str, float] = {}
     lack_in: dict[str, float] = {}
     for host in fleet.hosts:
-        ways.append((f"host {host.name}", served.get(host.name, 0.0), host.link_bytes_per_s))
-        out_of[host.rack] = out_of.get(host.rack, 0.0) + served.get(host.name, 0.0)
-        lack_in[host.rack] = lack_in.get(host.rack, 0.0) + lacks.get(host.name, 0.0)
+        if share := served.get(host.name, 0.0):
+            ways.append((f"host {host.name}", share, host.link_bytes_per_s))
+            out_of[host.rack] = out_of.get(host.rack, 0.0) + share
+        if share := lacks.get(host.name, 0.0):
+            lack_in[host.rack] = lack_in.get(host.rack, 0.0) + share
     for rack in fleet.racks:
         beyond = 1.0 - lack_in.get(rack.name, 0.0) / lack
         served_out = out_of.get(rack.name, 0.0) * beyond
@@ -131,16 +135,15 @@ def _read_links(fleet: Fleet, data: DataSet, layout: Layout) -> dict[str, ReadLi
     inside: dict[str, int] = {}  # ranks likewise
     for host, count in layout.hosts:
         inside[host.rack] = inside.get(host.rack, 0) + count
-    links = {}
+    links, uplinks = {}, {name: fleet.rack_link(name) for name in inside}
     for host, count in layout.hosts:
-        own = ReadLink(f"link of {host.name}", count, host.link_bytes_per_s)
-        uplink, elsewhere = fleet.rack_link(host.rack), 1.0 - data.share(host.name)
-        if math.isinf(uplink) or held[host.rack] >= 1.0 or not elsewhere:
-            links[host.name] = own
-            continue
-        rate = uplink * elsewhere / (1.0 - held[host.rack])
-        rack = ReadLink(f"link of rack {host.rack}", inside[host.rack], rate)
-        links[host.name] = max(own, rack, key=lambda each: each.byte_s)
+        name, ranks, rate = f"link of {host.name}", count, host.link_bytes_per_s
+        elsewhere = 1.0 - data.share(host.name)
+        if held[host.rack] < 1.0 and elsewhere:
+            beyond = uplinks[host.rack] * elsewhere / (1.0 - held[host.rack])
+            if inside[host.rack] / beyond > ranks / rate:
+                name, ranks, rate = f"link of rack {host.rack}", inside[host.rack], beyond
+        links[host.name] = ReadLink(name, ranks, rate)
     return links
 
 
@@ -251,13 +254,14 @@ def _deviations(model: StepModel, noise: Floats, sizes: Floats) -> Floats:
 
 @functools.lru_cache(maxsize=16)
 def _chances(world_size: int) -> Floats:
-    """Return what is left to chance in some steps: standard normal, [3, _DRAWS, world_size].
+    """Return what is left to chance in some steps: standard normal, [3, num_steps, world_size].
 
     It is the same each time, and of the first ranks the same in every world: so places, links and
     sizes are compared by the same steps.
     """
     drawn = np.random.default_rng(0).standard_normal((world_size, 3, _DRAWS))
-    return np.ascontiguousarray(drawn.transpose(1, 2, 0))
+    num_steps = max(min(_DRAWS, _DRAWN_RANKS // world_size), _LEAST_DRAWS)
+    return np.ascontiguousarray(drawn.transpose(1, 2, 0)[:, :num_steps])
 
 
 def _drawn_longest(
@@ -269,7 +273,7 @@ def _drawn_longest(
     that a rank holds on average, a binomial count. Too few for one rank's batch also make a queue
     longer for others. No formula is near enough, so steps are drawn.
     """
-    counts, *others = _chances(len(sizes))  # [_DRAWS, world_size]
+    counts, *others = _chances(len(sizes))  # [num_steps, world_size]
     share = np.minimum(np.where(np.isfinite(model.hits), model.hits, total) / total, 1.0)
     held = total * share + np.sqrt(total * share * (1.0 - share)) * counts
     local = np.clip(np.where(share < 1.0, held, sizes), 0.0, sizes)
@@ -392,7 +396,7 @@ def predict(fleet: Fleet, job: Job, layout: Layout, *, sizes: Sizes | None = Non
     batch = np.array(sizes, dtype=np.float64)
     local = model.local(batch)
     fetch, compute = model.fetch(local, batch - local), model.compute(batch)
-    data = reads_of(fleet, job, layout).data
+    data = fleet.data_of(job)
     num_steps = job.num_steps(data)
     return Prediction(
         layout,
