@@ -33,7 +33,7 @@ from scripts.setup.environment import (
     remove_interrupted,
 )
 from scripts.setup.extension import extension_build
-from scripts.setup.horovod import install_horovod, make_recipe
+from scripts.setup.horovod import install_horovod, make_recipe, provide_mpi
 from scripts.setup.machine import (
     Compiler,
     choose_python,
@@ -130,19 +130,21 @@ def _add_horovod(
     runner: Runner,
 ) -> None:
     """Have Horovod in the environment, with CUDA where torch has it and a toolkit works."""
-    (horovod,) = read_pins(root / "requirements" / "horovod-version.txt", python=facts.version)
+    requirements = root / "requirements"
+    (horovod,) = read_pins(requirements / "horovod-version.txt", python=facts.version)
     toolkit, why_not = choose_toolkit(
         environ, environment, site=facts.site, compiler=compiler, runner=runner
     )
     if why_not:
         say(f"setup: Horovod without CUDA, although torch has it: {why_not}")
+    provide_mpi(environment, requirements / "mpi.txt", facts=facts, environ=environ, runner=runner)
     recipe = make_recipe(
         facts,
         version=horovod.version,
         override=root / "cmake" / "horovod",
         compiler=compiler,
         toolkit=toolkit,
-        environ=environ,
+        environ={**environ, "PATH": environment.environ()["PATH"]},
     )
     install_horovod(environment, recipe, cache=cache_folder(environ), runner=runner)
 

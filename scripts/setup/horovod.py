@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.setup.cuda import Toolkit
-from scripts.setup.environment import Environment, Facts, ask
+from scripts.setup.environment import Environment, Facts, ask, read_pins
 from scripts.setup.machine import Compiler, build_jobs, check_disk
 from scripts.setup.runner import Runner, SetupError, output_of, say, step
 from scripts.setup.state import digest, exclusive, read_stamp, write_stamp
 
-__all__ = ["Recipe", "find_mpi", "install_horovod", "make_recipe", "wheel_for"]
+__all__ = ["Recipe", "find_mpi", "install_horovod", "make_recipe", "provide_mpi", "wheel_for"]
 
 _STAMP = "horovod"
 _LOCK_TIMEOUT_S = 3600.0
@@ -64,13 +64,45 @@ class Recipe:
 
 def find_mpi(environ: Mapping[str, str]) -> str:
     """Return which MPI Horovod would be built with, or "" when it is to be built without."""
-    compilers = [shutil.which(name) for name in ("mpicc", "mpicxx")]
+    path = environ.get("PATH")
+    compilers = [shutil.which(name, path=path) for name in ("mpicc", "mpicxx")]
     if environ.get("HOROVOD_WITHOUT_MPI") == "1" or not all(compilers):
         return ""
     paths = [os.path.realpath(path) for path in compilers if path]
     # `-show` is understood by the wrappers of Open MPI and of MPICH: it names the libraries.
     texts = [output_of([path, "-show"]) for path in compilers if path]
-    return " ".join([*paths, *texts, output_of(["mpirun", "--version"]).split("\n")[0]])
+    version = output_of([shutil.which("mpirun", path=path) or "mpirun", "--version"])
+    return " ".join([*paths, *texts, version.split("\n")[0]])
+
+
+def provide_mpi(
+    environment: Environment,
+    pins: Path,
+    *,
+    facts: Facts,
+    environ: Mapping[str, str],
+    runner: Runner,
+) -> None:
+    """Have Open MPI in an environment of ours where the machine has no MPI, and only there."""
+    if not environment.is_ours or environ.get("HOROVOD_WITHOUT_MPI") == "1":
+        return
+    (pin,) = read_pins(pins, python=facts.version)
+    folders = environ.get("PATH", os.defpath).split(os.pathsep)
+    elsewhere = [each for each in folders if Path(each) != environment.python.parent]
+    is_there = facts.dists.get(pin.name) == pin.version
+    is_wanted = not shutil.which("mpicc", path=os.pathsep.join(elsewhere))
+    if is_there == is_wanted:
+        return
+    words = ["install", "--no-deps", f"{pin.name}=={pin.version}"]
+    title = f"Open MPI {pin.version}: this machine has no mpicc"
+    if is_there:  # two would be taken for one another
+        words, title = ["uninstall", "--yes", pin.name], "this machine's own MPI instead of a wheel"
+    try:
+        with step(title):
+            command, env = environment.pip(*words), environment.environ()
+            runner.run(command, env=env, cwd=pins.parent, what="pip")
+    except SetupError:
+        say(f"setup:   pip has none for this machine (see {runner.log}): Horovod without MPI")
 
 
 def _torch_cxx_abi(site: Path) -> str:

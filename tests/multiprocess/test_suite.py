@@ -83,8 +83,8 @@ def test_larger_worlds_give_the_bits_of_local_ranks(transport: str, num_ranks: i
     assert done.output.count(f"{len(RULES)} passed") == num_ranks, done.output[-8000:]
 
 
-@pytest.mark.skipif(not launcher_here("mpi"), reason="mpirun is not on PATH")
+@pytest.mark.skipif(not launcher_here("mpi"), reason="there is no mpirun")
 def test_horovod_is_built_with_mpi_where_mpirun_exists() -> None:
     import horovod.torch as hvd
 
-    assert hvd.mpi_built(), "mpirun is on PATH, but Horovod was built without MPI: run `make setup`"
+    assert hvd.mpi_built(), "mpirun is here, but Horovod was built without MPI: run `make setup`"

@@ -56,9 +56,17 @@ class Finished:
             assert self.ended_at - float(fault[1]) <= within_s, self.output[-9000:]
 
 
+def _mpirun() -> str | None:
+    """Return the path of mpirun: the one beside this Python, which Horovod was built with."""
+    beside = str(Path(sys.executable).parent)
+    return shutil.which(
+        "mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
+    )
+
+
 def launcher_here(launcher: str) -> bool:
     """Say whether this machine has the launcher."""
-    return launcher != "mpi" or shutil.which("mpirun") is not None
+    return launcher != "mpi" or _mpirun() is not None
 
 
 def launch(
@@ -84,7 +92,7 @@ def launch(
         during: called once the job has been started.
     """
     if not launcher_here(launcher):
-        pytest.skip("mpirun is not on PATH (Debian: openmpi-bin libopenmpi-dev)")
+        pytest.skip("there is no mpirun (make setup; Debian: openmpi-bin libopenmpi-dev)")
     python = [sys.executable, *arguments]
     if launcher == "none":
         command = python
@@ -98,7 +106,7 @@ def launch(
         # Unbound, as Horovod advises: a rank bound to one core shares it with its loader processes.
         share = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        command = ["mpirun", *root, *share, *options, "-np", str(num_ranks), *python]
+        command = [_mpirun() or "mpirun", *root, *share, *options, "-np", str(num_ranks), *python]
     # A rank of a job that is itself started by a test must not see that test's own job.
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMIX_"))}
     paths = [str(ROOT), kept.get("PYTHONPATH", "")]

