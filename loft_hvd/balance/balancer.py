@@ -956,9 +956,12 @@ class Balancer(NeverCopied):
             return 1.0
         trained, base = self._batches.trained, self._options.least
         at = self.plan if trained is None else plan_in_force(self.history, trained.step)
+        total = at.global_batch_size
+        if trained is not None and self._batches.num_passes == 1:
+            total = sum(trained.sizes)  # the last one of an epoch has fewer
         scale = math.inf if self.noise is None else self.noise.scale / self._batches.num_passes
         rule = self._lr_rule or LR_RULES["sqrt" if is_adaptive else "adascale"]
-        return rule(at.global_batch_size, base, scale)
+        return rule(total, base, scale)
 
     def scale_lr(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Let an optimizer's learning rates grow with a global batch that is chosen by "auto".

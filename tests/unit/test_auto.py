@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
 from loft_hvd.balance.goodput import GradientNoise, adascale, candidates, efficiency, weigh
@@ -245,6 +246,27 @@ def test_a_rule_of_the_users_own_scales_the_learning_rate() -> None:
         scale=lambda _: 20_000.0, num_steps=120, lr_scale=lambda batch, base, _: batch + base
     )
     assert rates == [total + 32 for total in totals]
+
+
+def test_the_learning_rate_is_that_of_the_samples_of_the_step() -> None:
+    """An epoch's last batch is of 8 samples in place of 32."""
+
+    def work(ends: LocalTransport) -> list[float]:
+        balancer = loft.Balancer(
+            "auto", min_global=32, max_global=64, transport=ends, lr_scale="linear"
+        )
+        weight, rates = torch.nn.Parameter(torch.zeros(1)), []
+        own = torch.optim.SGD([weight], lr=1.0)
+        optimizer = loft.DistributedOptimizer(own, balancer=balancer, transport=ends)
+        own.register_step_pre_hook(lambda sgd, *_: rates.append(sgd.param_groups[0]["lr"]))
+        for (x,) in loft.DataLoader(TensorDataset(torch.ones(72, 1)), balancer):
+            optimizer.zero_grad()
+            (weight * x).mean().backward()
+            optimizer.step()
+        return rates
+
+    for rates in run_ranks(2, work):
+        assert rates == [1.0, 1.0, 0.25]
 
 
 @pytest.mark.parametrize("by_cost", [False, pytest.param(True, marks=pytest.mark.long)])
