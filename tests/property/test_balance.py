@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
 import loft_hvd.simulate
+from benchmarks import contest
 from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.interval import Interval, typical
 from loft_hvd.balance.latency import StepModel
@@ -110,6 +111,18 @@ def test_loft_is_never_behind_a_one_line_rule_on_hosts_that_others_use(seed: int
     above = results.run("loft").mean_s / best - 1
     sys.stdout.write(f"seed {seed}: {above:+.2%} above the best policy\n")
     assert above <= 0.02
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)  # wall time, on cores that other tests share
+@pytest.mark.parametrize("first", long_first(range(0, 1000, 25)))
+def test_loft_is_near_the_best_policy_on_clusters_that_it_was_not_tuned_on(first: int) -> None:
+    chosen = itertools.islice(contest.entries(), first, first + 25)
+    found = [contest.run(scenario, seed) for scenario, seed in chosen]
+    sys.stdout.write(f"{contest.summarise(found)}\n")
+    far = [each for each in found if each.above > 0.01]
+    assert len(far) <= 1, far
+    assert all(each.above <= 0.02 for each in far), far
 
 
 def least_by_enumeration(tables: list[Table], total: int) -> float:
