@@ -146,6 +146,9 @@ def sample_log(folder: Path) -> bytes:
         log.write_scalars({"loss": 1.0 / log.step})
     made = Decision(1, 86, (40, 40, 16), "5% less predicted", measured_s=2.1)
     log.write("decision", **asdict(made))
+    log.write("saved", plan_id=1, share=0.04)
+    whole = {"since": 6, "num_steps": 80, "num_bytes": 4_000, "whole_s": 0.02, "waited_s": 0.01}
+    log.write("exchange", **whole, lane="mesh", bytes_per_s=None)
     log.write("plan", plan_id=1, first_step=86, sizes=[40, 40, 16])
     log.write("schedule", times_at=60, num_passes=4)
     reads = [{"rank": rank, "own": 9, "peer": 2, "source": 1} for rank in range(3)]
@@ -243,7 +246,7 @@ def _scenario(folder: Path) -> Case:
 def _plan(folder: Path) -> Case:
     """The files of docs/plan.md, one of them damaged; what is read is planned."""
     paths = folder / "cluster.toml", folder / "jobs.toml"
-    blocks = [block.text for block in blocks_of(read_page("plan.md")) if block.kind == "toml"]
+    blocks = [block.text for block in blocks_of(read_page("plan.md")) if block.kind == "toml"][:2]
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     contents = [toml.loads(text) for text in blocks]
 

@@ -862,7 +862,7 @@ def test_setup_that_is_asked_to_end_says_how_to_go_on() -> None:
     code = (
         "import os, signal, sys\n"
         "from scripts.setup import __main__ as program\n"
-        "program._set_up = lambda root, environ: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "program._set_up = lambda root, environ, **_: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.exit(program.main())\n"
     )
     done = subprocess.run(

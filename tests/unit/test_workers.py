@@ -184,7 +184,7 @@ def test_ranks_told_otherwise_whether_to_connect_are_told(
         return replace(usual, mesh="off") if is_odd else usual
 
     monkeypatch.setattr("loft_hvd.optimizer.options.config", read)
-    monkeypatch.setattr("loft_hvd.optimizer.ddp.config", read)
+    monkeypatch.setattr("loft_hvd.optimizer.hooks.config", read)
 
     def work(end: LocalTransport) -> None:
         if kind == "optimizer":
