@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from loft_hvd.balance.plan import Floats
+from loft_hvd.errors import PlanError
 from loft_hvd.fleet.solvers import Program, solve, sparse_rows
 from loft_hvd.fleet.timeline import Demand, Workload
 
@@ -21,6 +22,9 @@ def fluid_bound(workload: Workload) -> float:
 
     A linear program over the share of each job that is done in each slot, which is worth what the
     job would be if it ended with it.
+
+    Raises:
+        PlanError: HiGHS finds none.
     """
     demands = [demand for demand in workload.demands if math.isfinite(min(demand.least_slots))]
     costs, cells, most = [], [], []
@@ -48,7 +52,9 @@ def fluid_bound(workload: Workload) -> float:
     low = np.full(num_jobs + len(total) * num_slots, -np.inf)
     high = np.concatenate([np.ones(num_jobs), np.repeat(total, num_slots)])
     rows = sparse_rows(cells, (len(low), at))
-    found, _ = solve(Program(np.concatenate(costs), rows, low, high, np.concatenate(most)))
+    found, x = solve(Program(np.concatenate(costs), rows, low, high, np.concatenate(most)))
+    if x is None:
+        raise PlanError(f"HiGHS found no bound for {num_jobs} jobs in {num_slots} slots in time")
     return -found
 
 
