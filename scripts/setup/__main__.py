@@ -160,8 +160,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     start_s = time.monotonic()
     try:
-        root, is_for_demo = Path(__file__).resolve().parents[2], sys.argv[1:] == ["demo"]
-        _set_up(root, os.environ, is_for_demo=is_for_demo)
+        given = sys.argv[1:]
+        if given not in ([], ["demo"]):
+            raise SetupError(f"scripts.setup {' '.join(given)}: it takes 'demo' or nothing")
+        _set_up(Path(__file__).resolve().parents[2], os.environ, is_for_demo=bool(given))
     except SetupError as error:
         for line in str(error).splitlines():
             say(f"setup: {line}")
