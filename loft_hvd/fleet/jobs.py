@@ -22,6 +22,7 @@ from loft_hvd.errors import ArgumentError
 
 __all__ = [
     "LEAST_S",
+    "MOST_WORTH",
     "DataSet",
     "DeviceModel",
     "Fleet",
@@ -38,6 +39,7 @@ _INEXACT = 0.01  # of a data set: bytes are written with few digits
 Rate = Annotated[float, Within(1.0, 1e15)]  # bytes a second
 Bytes = Annotated[float, Within(0.0, 1e18)]
 LEAST_S = 1e-12  # a step takes some time: times are divided by it
+MOST_WORTH = 1e12  # of a job, in any unit
 Seconds = Annotated[float, Within(0.0, 1e6)]
 Instant = Annotated[float, Within(0.0, 1e9)]  # seconds, up to 30 years
 Share = Annotated[float, Within(0.0, 1.0)]
@@ -251,7 +253,7 @@ class Job:
     # Beside other jobs: all instants count from one start, as that of the plan.
     arrival_s: Instant = 0.0  # before which it does not start
     after: list[str] = field(default_factory=list)  # jobs that must have ended
-    worth: Annotated[float, Within(1e-9, 1e12)] = 1.0  # in any unit that is one for all jobs
+    worth: Annotated[float, Within(1e-9, MOST_WORTH)] = 1.0  # in any unit that is one for all jobs
     deadline_s: Instant | None = None  # from which on its end is worth nothing
     wished_s: Instant | None = None  # after arrival, when half of its worth is gone
     urgency: Annotated[float, Within(0.0, 1e3)] = 0.0  # how steep that is; 0: its worth stays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from loft_hvd.fleet.demands import (
     value_of,
     ways_of,
 )
-from loft_hvd.fleet.jobs import Fleet, Job
+from loft_hvd.fleet.jobs import MOST_WORTH, Fleet, Job
 from loft_hvd.fleet.measured import Origin, with_logs
 from loft_hvd.fleet.now import NowState, RunningJob
 from loft_hvd.fleet.place import Choice
@@ -139,9 +139,9 @@ class ManyPlan:
 
     def _why(self, job: Job, outcome: Outcome) -> str:
         refusal = outcome.refusal
-        end_s = self.at_s(self.num_slots)
         if refusal is None:
-            return f"it has not ended by {show_time(end_s)}; look further ahead with --horizon"
+            until = show_time(self.at_s(self.num_slots))
+            return f"it has not ended by {until}; look further ahead with --horizon"
         if refusal.why:
             return refusal.why
         change, end_s = refusal.change, None
@@ -158,6 +158,8 @@ class ManyPlan:
             )
         if change is None:
             return text
+        if change.worth > MOST_WORTH:
+            return f"{text}; later than it was wished for, it is worth next to nothing"
         needed = [] if change.worth <= job.worth else [f"worth = {change.worth:.6g}"]
         if end_s is not None:
             needed.append(f"deadline_s = {math.ceil(end_s)}")
@@ -317,7 +319,7 @@ def _confirming(
     options: ManyOptions,
     slot_s: float,
     tried: dict[tuple[str, bytes], JobPlan],
-) -> Any:
+) -> Callable[[Ints], float]:
     """Return what works a place out at length, and tries it in the simulator."""
 
     def confirm(placement: Ints) -> float:

@@ -40,40 +40,37 @@ def refuse(
     solver: Solver,
 ) -> Refusal:
     """Say why a job is not admitted to a market that did not admit it."""
-    now = market
-    window = _least_worth(now, demand, earliest, solver)
-    is_late = window is None
-    if is_late:
-        demand_late = replace(demand, value=replace(demand.value, deadline=math.inf))
-        window = _soonest(now, demand_late, earliest, solver)
-        more = max(math.ceil(earliest) - now.timeline.num_slots, 0) + _usual_slots(demand)
-        for _ in range(_LONGER):
-            if window is not None:
-                break
-            now = market.longer(more)
-            window = _soonest(now, demand_late, earliest, solver)
-            more *= 2
+    late = replace(demand, value=replace(demand.value, deadline=math.inf))
+    now, window = market, _least_worth(market, demand, earliest, solver)
+    if window is None:  # no end before the deadline has room; the soonest after it
+        window = _soonest(market, late, earliest, solver)
+    more = max(math.ceil(earliest) - market.timeline.num_slots, 0) + _usual_slots(demand)
+    for _ in range(_LONGER):
+        if window is not None:
+            break
+        now = market.longer(more)
+        window = _soonest(now, late, earliest, solver)
+        more *= 2
     if window is None:
         return Refusal(why="it has no room, however long the plan looks ahead")
+    is_late = window.end - demand.asked > demand.value.deadline
+    share = float(late.worth(np.array(window.end))) / demand.value.top
     change = Change(
-        0.0,
-        window.end if window.end - demand.asked > demand.value.deadline else None,
+        max(demand.value.top, window.cost / share * (1.0 + _OVER)),
+        window.end if is_late else None,
         None if now is market else now.timeline.num_slots,
     )
-    free = replace(changed(demand, change), value=replace(demand.value, deadline=math.inf))
-    share = float(free.worth(np.array(window.end))) / demand.value.top
-    worth = max(demand.value.top, window.cost / share * (1.0 + _OVER))
-    tried = None
     for _ in range(_STEPS):
-        tried = replace(change, worth=worth)
-        if admit(now, changed(demand, tried), earliest=earliest, solver=solver) is not None:
+        if admit(now, changed(demand, change), earliest=earliest, solver=solver) is not None:
             break
-        worth *= _STEP
+        change = replace(change, worth=_STEP * change.worth)
     else:
-        tried = None
+        return Refusal(
+            why="it is worth too little where it would best run, whatever it is raised to"
+        )
     resource, price = _binding(now, demand, window, resources)
     there = float(demand.worth(np.array(window.end)))
-    return Refusal(resource, price, window.cost, there, tried)
+    return Refusal(resource, price, window.cost, there, change)
 
 
 def _usual_slots(demand: Demand) -> int:
