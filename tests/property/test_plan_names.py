@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loft_hvd.errors import LoftError
@@ -104,6 +104,7 @@ def check(plan: JobPlan) -> None:
     assert all(line.isprintable() for line in describe(plan))
 
 
+@settings(max_examples=60)
 @given(names, names, names, names, names, st.lists(names, min_size=1, max_size=3))
 def test_names_are_refused_or_stay_names(
     host: str, rack: str, device: str, data: str, name: str, words: list[str]
