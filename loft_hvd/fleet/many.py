@@ -57,7 +57,6 @@ class ManyOptions:
     model: str = "ours"
     slot_s: float | None = None  # None: a part of the time looked at
     horizon_s: float | None = None  # None: by what the jobs take
-    prices: PriceRange | None = None  # of a unit and an hour; None: by the jobs
     simulates: bool = True
     assume: bool = False  # what run logs do not tell apart
 
@@ -223,9 +222,7 @@ def plan_many(
     _check_room(workload)
     prices = None
     if options.policy in ("price", "oasis"):
-        prices = price_range(workload) if options.prices is None else options.prices
-        if options.prices is not None:
-            prices = prices.times(slot_s / _HOUR_S)
+        prices = price_range(workload)
     outcomes = plan_all(options.policy, workload, Options(SOLVERS[options.solver], prices))
     return ManyPlan(
         fleet,
