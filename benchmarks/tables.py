@@ -538,6 +538,7 @@ TABLES: dict[str, Callable[[], Made]] = {
     "links-ways": _as_it_is("links-ways.json"),
     "compact": _compact,
     "plans": _as_it_is("plans-emulated.json"),
+    "contest": _as_it_is("contest.json"),
     "store": _store,
     "testbed-serial": _testbed_serial,
     "testbed-goals": _testbed_goals,
