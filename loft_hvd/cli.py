@@ -280,6 +280,7 @@ def _plan_many(
     """Print which jobs run when and where, and which are not admitted."""
     from loft_hvd.fleet.many import describe_many, many_table, many_to_dict, plan_many
     from loft_hvd.fleet.now import read_now
+    from loft_hvd.fleet.plan_page import jobs_page
 
     of_one = {"--emit": files.emit, "--sizes": files.sizes_file, "--check": files.check}
     if asked := [option for option, value in of_one.items() if value is not None]:
@@ -292,6 +293,9 @@ def _plan_many(
     if files.json_file is not None:
         text = json.dumps(many_to_dict(plan), indent=1) + "\n"
         _write("--json", files.json_file, text, inputs=read)
+    if files.page_file is not None:
+        text = jobs_page(plan.planned, title=f"plan of {Path(read[1]).name}")
+        _write("--page", files.page_file, text, inputs=read)
     head, rest = describe_many(plan)
     _print_text(printable(head))
     _print_table(many_table(plan), words=(0, 6))

@@ -5,40 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import Protocol
 
 from loft_hvd.fleet.run import JobPlan, describe, plan_table, show_time
+from loft_hvd.fleet.timeline import PlannedJob
 from loft_hvd.report.html import table, whole_page
 from loft_hvd.report.svg import GanttRow, GanttSpan, gantt
 
-__all__ = ["PlannedRun", "jobs_page", "plan_page"]
+__all__ = ["jobs_page", "plan_page"]
 
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-
-
-class PlannedRun(Protocol):
-    """What a plan of many jobs says of one; times are None where it is not admitted."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def is_admitted(self) -> bool: ...
-    @property
-    def reason(self) -> str: ...  # why it is not admitted
-    @property
-    def arrival_s(self) -> float: ...
-    @property
-    def start_s(self) -> float | None: ...
-    @property
-    def end_s(self) -> float | None: ...
-    @property
-    def end_low_s(self) -> float | None: ...  # the end lies between these in 9 of 10 cases
-    @property
-    def end_high_s(self) -> float | None: ...
-    @property
-    def hosts(self) -> tuple[tuple[str, int], ...]: ...  # names, and ranks on each
-    @property
-    def worth(self) -> float: ...
 
 
 def plan_page(plan: JobPlan) -> str:
@@ -96,7 +71,7 @@ def _chart_of_hosts(plan: JobPlan) -> str:
     return gantt(rows, names, unit=unit)
 
 
-def jobs_page(jobs: Sequence[PlannedRun], *, title: str) -> str:
+def jobs_page(jobs: Sequence[PlannedJob], *, title: str) -> str:
     """Return a page on many jobs: when each waits and runs, where, and why others do not.
 
     Args:
@@ -140,7 +115,7 @@ def jobs_page(jobs: Sequence[PlannedRun], *, title: str) -> str:
     return whole_page("\n".join(parts), title=title)
 
 
-def _say_end(job: PlannedRun) -> str:
+def _say_end(job: PlannedJob) -> str:
     end = show_time(job.end_s or 0.0)
     if job.end_low_s is None or job.end_high_s is None or job.end_low_s == job.end_high_s:
         return end

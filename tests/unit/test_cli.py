@@ -385,12 +385,16 @@ def test_plan_writes_what_is_asked(app: typer.Typer, tmp_path: Path) -> None:
 def test_plan_without_a_name_plans_all_jobs(app: typer.Typer, tmp_path: Path) -> None:
     file = str(tmp_path / "plan.json")
     words = ["--no-simulate", "--json", file, "--policy", "fifo"]
+    words += ["--page", str(tmp_path / "plan.html")]
     result = CliRunner().invoke(app, ["plan", *_plan_files(tmp_path), *words])
     assert result.exit_code == 0, result.output
     assert "2 of 2 jobs admitted, worth 2; policy fifo" in result.output
     plan = json.loads(Path(file).read_text())
     assert [job["name"] for job in plan["jobs"]] == ["resnet", "other"]
     assert plan["jobs"][1]["start_s"] >= plan["jobs"][0]["end_s"]  # both want all A100
+    page = (tmp_path / "plan.html").read_text()
+    assert "<title>plan of jobs.toml</title>" in page
+    assert "other: waits, 0 to" in page
 
 
 def test_bench_plan_prints_all_policies_and_keeps_a_record(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,6 +11,7 @@ from loft_hvd.fleet.jobs import DataSet
 from loft_hvd.fleet.measured import Origin
 from loft_hvd.fleet.plan_page import jobs_page, plan_page
 from loft_hvd.fleet.run import JobPlan, plan_job
+from loft_hvd.fleet.timeline import PlannedJob
 from tests.unit.test_job_plan import FLEET, JOB
 
 
@@ -75,30 +76,19 @@ def test_names_are_text(plan: JobPlan) -> None:
     check(plan_page(replace(plan, choice=replace(plan.choice, left_out={"<script>": "<a>"}))))
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A job of a plan of many."""
-
-    name: str
-    is_admitted: bool = True
-    reason: str = ""
-    arrival_s: float = 0.0
-    start_s: float | None = 0.0
-    end_s: float | None = 7200.0
-    end_low_s: float | None = 7000.0
-    end_high_s: float | None = 7500.0
-    hosts: tuple[tuple[str, int], ...] = (("a1", 4),)
-    worth: float = 10.0
+ONE = PlannedJob("one", True, "", 0.0, 0.0, 7200.0, 7000.0, 7500.0, (("a1", 4),), 10.0)
 
 
-def refused(name: str, reason: str) -> Planned:
-    return Planned(name, False, reason, 0.0, None, None, None, None, (), 0.0)
+def refused(name: str, reason: str) -> PlannedJob:
+    return PlannedJob(name, False, reason, 0.0, None, None, None, None, (), 0.0)
 
 
 def test_a_page_of_many_jobs_shows_waits_runs_and_refusals() -> None:
     jobs = [
-        Planned("one"),
-        Planned("two", arrival_s=3600.0, start_s=7200.0, end_s=14400.0, end_high_s=14500.0),
+        ONE,
+        replace(
+            ONE, name="two", arrival_s=3600.0, start_s=7200.0, end_s=14400.0, end_high_s=14500.0
+        ),
         refused("three", "GPUs of <a1> cost too much"),
     ]
     page = jobs_page(jobs, title="plan of jobs.toml")
