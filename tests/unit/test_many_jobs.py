@@ -22,7 +22,9 @@ from loft_hvd.fleet.refusals import changed
 from loft_hvd.fleet.timeline import Stretch, Timeline
 from loft_hvd.fleet.traffic import HostRanks, Layout
 from tests.support.demands import check_outcomes, random_workload
+from tests.support.schema import faults, read_schema
 
+SCHEMA = read_schema(Path(__file__).parents[2] / "docs/schemas/jobs.json")
 _WHOLE = 100_000  # random workloads
 _GANGS = ("price", "fifo", "oasis")
 
@@ -172,6 +174,7 @@ def test_a_table_and_json_have_a_row_for_each_job() -> None:
     assert [row[0] for row in many_table(plan)] == ["job", "a", "b"]
     assert lines[0].startswith("b is not admitted: it would end at")
     found = json.loads(json.dumps(many_to_dict(plan), allow_nan=False))
+    assert list(faults(found, SCHEMA, SCHEMA)) == []
     a, b = found["jobs"]
     assert a["hosts"] == {"h0": 2, "h1": 2}
     assert a["simulated_step_s"] == pytest.approx(a["step_s"], rel=0.1)
@@ -246,7 +249,9 @@ def test_what_runs_is_not_moved_and_others_go_around_it() -> None:
     assert planned.start_s >= 1000.0
     assert planned.hosts == (("h1", 2),) or planned.start_s >= running.end_s  # type: ignore[operator]
     assert many_table(plan)[1][2] == "runs"
-    assert [job["is_running"] for job in many_to_dict(plan)["jobs"]] == [True, False]
+    told = json.loads(json.dumps(many_to_dict(plan), allow_nan=False))
+    assert [job["is_running"] for job in told["jobs"]] == [True, False]
+    assert list(faults(told, SCHEMA, SCHEMA)) == []
 
 
 @pytest.mark.parametrize(
