@@ -26,9 +26,9 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder that one demo wrote to, of half its epochs."""
+    """Return the folder that one demo wrote to."""
     out = tmp_path_factory.mktemp("demo")
-    arguments = ["-W", "error", "examples/demo.py", "--epochs", "15", "--out", str(out)]
+    arguments = ["-W", "error", "examples/demo.py", "--out", str(out)]
     done = launch(4, arguments, timeout_s=300)
     done.succeeded()
     (out / "output.txt").write_text(done.output)
