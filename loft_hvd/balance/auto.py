@@ -59,6 +59,7 @@ class AutoBatch(Policy):
         self._told: Sequence[int] = ()
         self._held: Held | None = None
         self._noise: GradientNoise | None = None
+        self._realised: float | None = None
         self._intervals: deque[Interval] = deque(maxlen=_KEPT)
 
     @property
@@ -71,7 +72,7 @@ class AutoBatch(Policy):
 
     @property
     def realised(self) -> float | None:
-        return self._shares.realised
+        return self._realised
 
     def share_sources(self, source: Sequence[int]) -> None:
         self._told = source
@@ -111,6 +112,7 @@ class AutoBatch(Policy):
 
     def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
         """Choose another global batch where that is worth it, else let the shares be chosen."""
+        self._realised = None
         state, total = self.state, int(interval.sizes.sum())
         if total != state.global_batch_size:
             return None  # of a plan before, or of a quarantine
@@ -118,6 +120,7 @@ class AutoBatch(Policy):
         if total not in state.seen:
             state.seen.append(total)
         proposal = self._shares.propose(interval, first_step=first_step)
+        self._realised = self._shares.realised
         best = self._best(interval)
         if best is None:
             return proposal

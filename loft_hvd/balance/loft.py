@@ -229,6 +229,7 @@ class Loft(Policy):
             )
         self.task, equal = task, task.equal()
         self._fit: Fit | None = None
+        self._realised = None
         self._found: tuple[Sizes, Bounds] | None = None  # by the newest search, and its limits
         self.state = LoftState.of(equal)
         return equal
@@ -261,6 +262,7 @@ class Loft(Policy):
     def propose(self, interval: Interval, *, first_step: int) -> Proposal | None:
         """Fit, judge the plan in force, and search for a better one."""
         del first_step
+        self._realised = None
         state, fitter = self.state, self._fitter
         fitter.add(interval)
         fit = fitter.fit()
@@ -275,7 +277,7 @@ class Loft(Policy):
         state.aggregate_s = before + 0.3 * (left_over - before)  # over about three intervals
         model = self._holding(replace(fit.model, aggregate_s=state.aggregate_s))
         fit = replace(fit, model=model)
-        self._fit, self._realised = fit, None
+        self._fit = fit
         if not self.is_adaptive:
             state.note = self._say_what_it_would_do(interval, fit)
             return None
@@ -341,7 +343,7 @@ class Loft(Policy):
             self._realised = fit.saved(interval, forecast.before.sizes)
             if forecast.gain > 0:
                 state.foretold += forecast.gain
-                state.saved += self._realised
+                state.saved += max(self._realised, -1.0)  # whatever a rank has claimed
             errors = np.maximum(_KEPT * forecast.times, _SIGMAS * forecast.errors)
             failed = interval.valid & (interval.busy_s > forecast.times + errors)
         if sizes == state.equal.sizes:

@@ -271,6 +271,22 @@ def test_what_plans_saved_is_told_as_it_was(seed: int) -> None:
     assert told.sum() == pytest.approx(true.sum(), rel=0.15)
 
 
+def test_what_a_plan_saved_is_told_once() -> None:
+    model = StepModel.build(2, compute_s=[1e-3, 3e-3])
+    policy, told = Loft(), []
+    controller = Controller(128, 2, policy)
+    for number in range(4):
+        rows, step_s = measure(model, controller.plan.sizes, seed=[number], noise=0.01, steps=20)
+        rows = rows if number < 3 else np.full_like(rows, np.nan)  # nobody says anything
+        observe(controller, rows, step=20 * number + 19, step_s=step_s)
+        controller.decide(20 * number + 20)
+        told.append(policy.realised)
+    assert told[0] is None
+    assert told[1] == controller.history[1].realised_gain
+    assert told[1] == pytest.approx(controller.history[1].predicted_gain, rel=0.3)
+    assert told[-1] is None
+
+
 def test_models_whose_word_was_not_kept_are_believed_less() -> None:
     state = LoftState.of((64, 64))
     assert state.kept == 1.0
