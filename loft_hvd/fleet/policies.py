@@ -102,7 +102,7 @@ def _oasis(workload: Workload, options: Options) -> tuple[Outcome, ...]:
 
 
 def _blind(demand: Demand) -> Demand:
-    everywhere = np.ones(len(demand.kinds), dtype=bool)
+    everywhere = np.any(demand.tiers, axis=0)
     return replace(demand, tiers=(everywhere,), has_singles=False)
 
 
@@ -252,14 +252,15 @@ def _placed(
         demand = job.demand
         bundle = demand.bundle
         asked = bundle > 0
-        room = np.floor(np.min(left[:, asked] / bundle[asked] + 1e-9, axis=1))
+        usable = np.where(np.any(demand.tiers, axis=0)[:, None], left, 0.0)
+        room = np.floor(np.min(usable[:, asked] / bundle[asked] + 1e-9, axis=1))
         before = job.last_placement(slot)
         stays = np.zeros(len(left)) if before is None else before[0]
         # Cheap are machines that it is on, then those that hold more of it.
         prices = np.tile((1.0 / (1.0 + room + 1e3 * stays))[:, None], (1, left.shape[1]))
         fitting = [each for each in demand.counts if each <= count]
         for each in reversed(fitting):
-            placement = fill(Packing(left, prices, demand.needs, demand.processes(each)))
+            placement = fill(Packing(usable, prices, demand.needs, demand.processes(each)))
             if placement is not None and math.isfinite(demand.slots(placement)):
                 left = left - placement.T @ demand.needs
                 yield job, placement

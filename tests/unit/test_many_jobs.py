@@ -182,6 +182,15 @@ def test_a_table_and_json_have_a_row_for_each_job() -> None:
     assert b["refusal"]["change"]["end"] > 0
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_hosts_without_a_model_are_left_out(policy: str) -> None:
+    fleet = Fleet([Host("a", {"V100": 8}, 1.25e9), *HOSTS])
+    plan = plan_many(fleet, {"a": JOB}, ManyOptions(policy, simulates=False))
+    (planned,) = plan.planned
+    assert planned.is_admitted
+    assert "a" not in dict(planned.hosts)
+
+
 def test_fifo_lets_a_small_job_go_ahead_where_it_delays_none() -> None:
     big = replace(JOB, min_workers=4, max_workers=4)
     small = replace(JOB, min_workers=2, max_workers=2, steps=1_000)
