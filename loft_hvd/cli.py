@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from loft_hvd.fleet.jobs import Fleet, Job
     from loft_hvd.fleet.many import ManyOptions
+    from loft_hvd.fleet.run import JobPlan
 
 __all__ = ["build_app", "main"]
 
@@ -217,6 +218,7 @@ class _PlanFiles:
     image: str | None
     check: str | None  # a run log, which is compared in place of planning
     now: str | None  # what runs already
+    is_many: bool  # whether one of the options was given that only a plan of many jobs has
 
 
 def _check_plan(fleet: Fleet, job: Job, log: str, *, assume: bool) -> None:
@@ -233,25 +235,37 @@ def _plan(
     cluster: str, jobs: str, name: str | None, files: _PlanFiles, *, options: ManyOptions
 ) -> None:
     """Print where a job should run, or what starts it there; without a name, when all jobs run."""
-    from loft_hvd.fleet.emit import emit, first_sizes
     from loft_hvd.fleet.parse import read_cluster, read_jobs
-    from loft_hvd.fleet.plan_page import plan_page
-    from loft_hvd.fleet.run import describe, plan_job, plan_table, to_dict
+    from loft_hvd.fleet.run import plan_job
 
     fleet = read_cluster(cluster)
     known = read_jobs(jobs, fleet)
-    if name is None and (len(known) > 1 or options.is_asked or files.now is not None):
-        read = [cluster, jobs, *([] if files.now is None else [files.now])]
-        _plan_many(fleet, known, files, read=read, options=options)
+    if name is not None and name not in known:
+        raise UsageError(f"plan: --job {name!r} is none of {sorted(known)} in {jobs}")
+    read = [cluster, jobs, *([] if files.now is None else [files.now])]
+    if files.is_many or (name is None and len(known) > 1):
+        plan = _plan_many(fleet, known, name, files, read=read, options=options)
+        if plan is not None:
+            _show_place(plan, files, read=read)
         return
     chosen = next(iter(known)) if name is None else name
-    if chosen not in known:
-        raise UsageError(f"plan: --job {chosen!r} is none of {sorted(known)} in {jobs}")
     if files.check is not None:
         _check_plan(fleet, known[chosen], files.check, assume=options.assume)
         return
+    if len(known) > 1:
+        sys.stderr.write(
+            f"plan: {chosen} as if alone; --policy price plans it beside the others of {jobs}\n"
+        )
     plan = plan_job(fleet, known[chosen], simulates=options.simulates, assume=options.assume)
-    read = [cluster, jobs]
+    _show_place(plan, files, read=read)
+
+
+def _show_place(plan: JobPlan, files: _PlanFiles, *, read: Sequence[str]) -> None:
+    """Print where one job runs, or what starts it there."""
+    from loft_hvd.fleet.emit import emit, first_sizes
+    from loft_hvd.fleet.plan_page import plan_page
+    from loft_hvd.fleet.run import describe, plan_table, to_dict
+
     if files.sizes_file is not None:
         _write("--sizes", files.sizes_file, first_sizes(plan), inputs=read)
     if files.json_file is not None:
@@ -272,24 +286,40 @@ def _plan(
 def _plan_many(
     fleet: Fleet,
     jobs: dict[str, Job],
+    name: str | None,
     files: _PlanFiles,
     *,
     read: Sequence[str],
     options: ManyOptions,
-) -> None:
-    """Print which jobs run when and where, and which are not admitted."""
+) -> JobPlan | None:
+    """Return the place of the job that is named beside the others.
+
+    Without a name print which jobs run when and where, and which are not admitted.
+    """
     from loft_hvd.fleet.many import describe_many, many_table, many_to_dict, plan_many
     from loft_hvd.fleet.now import read_now
     from loft_hvd.fleet.plan_page import jobs_page
+    from loft_hvd.fleet.run import show_time
 
-    of_one = {"--emit": files.emit, "--sizes": files.sizes_file, "--check": files.check}
-    if asked := [option for option, value in of_one.items() if value is not None]:
+    if files.check is not None:
         raise UsageError(
-            f"plan: {' and '.join(asked)} {'is' if len(asked) == 1 else 'are'} of one job, but "
-            f"{read[1]} has {sorted(jobs)}; name one with --job"
+            "plan: --check is of one job; name it with --job, and leave away --policy, "
+            "--solver, --model, --slot, --horizon and --now"
+        )
+    of_one = {"--emit": files.emit, "--sizes": files.sizes_file}
+    asked = [option for option, value in of_one.items() if value is not None]
+    if asked and name is None:
+        raise UsageError(
+            f"plan: {' and '.join(asked)} {'is' if len(asked) == 1 else 'are'} of one job, but all "
+            f"of {sorted(jobs)} are planned; name one with --job"
         )
     now = None if files.now is None else read_now(files.now, jobs)
     plan = plan_many(fleet, jobs, options, now=now)
+    if name is not None:
+        place = plan.place_of(name)
+        (start_s,) = (each.start_s or 0.0 for each in plan.planned if each.name == name)
+        sys.stderr.write(f"plan: {name} starts at {show_time(start_s)} of the plan\n")
+        return place
     if files.json_file is not None:
         text = json.dumps(many_to_dict(plan), indent=1) + "\n"
         _write("--json", files.json_file, text, inputs=read)
@@ -300,6 +330,7 @@ def _plan_many(
     _print_text(printable(head))
     _print_table(many_table(plan), words=(0, 6))
     _print_text(printable("\n".join(rest)))
+    return None
 
 
 def _report(log: str, *, html_file: str | None) -> None:
@@ -644,7 +675,10 @@ def _add_fleet_commands(app: typer.Typer) -> None:
     def _plan_command(  # noqa: PLR0913 - a command's options
         cluster: str = typer.Argument(..., help="The machines, a TOML file (docs/plan.md)."),
         jobs: str = typer.Argument(..., help="The jobs, a TOML file."),
-        job: str = typer.Option(None, help="Plan this one, as if alone; without, all jobs."),
+        job: str = typer.Option(
+            None,
+            help="Plan this one, as if alone; with an option of many jobs, beside the others.",
+        ),
         emit: str = typer.Option(
             None, metavar="KIND", help="Print what starts it: horovodrun, mpirun, sbatch, mpijob."
         ),
@@ -662,10 +696,12 @@ def _add_fleet_commands(app: typer.Typer) -> None:
             False, "--assume", help="Take what run logs do not tell apart as it is."
         ),
         policy: str = typer.Option(
-            "price", help="Of many jobs: price, fifo, drf, dorm, oasis or las."
+            None, help="Of many jobs: price (the default), fifo, drf, dorm, oasis or las."
         ),
-        solver: str = typer.Option("fill", help="Of many jobs: fill, milp or round."),
-        model: str = typer.Option("ours", help="Speeds of many jobs: ours, ps or ring."),
+        solver: str = typer.Option(None, help="Of many jobs: fill (the default), milp or round."),
+        model: str = typer.Option(
+            None, help="Speeds of many jobs: ours (the default), ps or ring."
+        ),
         slot_s: float = typer.Option(None, "--slot", help="Seconds of a slot of time."),
         horizon_s: float = typer.Option(None, "--horizon", help="Seconds to look ahead."),
         now: str = typer.Option(
@@ -675,9 +711,17 @@ def _add_fleet_commands(app: typer.Typer) -> None:
         """Say which hosts a job should take, with what sizes; of several jobs, which run when."""
         from loft_hvd.fleet.many import ManyOptions
 
-        files = _PlanFiles(json_file, sizes, page, emit, image, check, now)
+        given = (policy, solver, model, slot_s, horizon_s, now)
+        is_many = any(each is not None for each in given)
+        files = _PlanFiles(json_file, sizes, page, emit, image, check, now, is_many)
         options = ManyOptions(
-            policy, solver, model, slot_s, horizon_s, simulates=simulate, assume=assume
+            policy or "price",
+            solver or "fill",
+            model or "ours",
+            slot_s,
+            horizon_s,
+            simulates=simulate,
+            assume=assume,
         )
         _plan(cluster, jobs, job, files, options=options)
 

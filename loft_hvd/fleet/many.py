@@ -43,7 +43,7 @@ from loft_hvd.simulate.simulation import simulate
 __all__ = ["ManyOptions", "ManyPlan", "describe_many", "many_table", "many_to_dict", "plan_many"]
 
 _SLOTS, _MOST_SLOTS = 200, 2000
-_NORMAL_19_OF_20 = 1.96  # standard errors to both sides
+_SIGMAS = 1.645  # a normal value is below so many standard errors in 19 of 20 cases
 _HOUR_S = 3600.0
 _HASTE = 1.0  # of its worth, that a job without urgency would give to end now, not at the horizon
 
@@ -59,11 +59,6 @@ class ManyOptions:
     horizon_s: float | None = None  # None: by what the jobs take
     simulates: bool = True
     assume: bool = False  # what run logs do not tell apart
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a user set what only many jobs have."""
-        return replace(self, simulates=True, assume=False) != ManyOptions()
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -100,6 +95,27 @@ class ManyPlan:
             return None
         return self.tried.get((outcome.demand.name, outcome.stretches[0].placement.tobytes()))
 
+    def place_of(self, name: str) -> JobPlan:
+        """Return an admitted job's place.
+
+        Raises:
+            PlanError: it has none, or several.
+        """
+        (planned,) = (each for each in self.planned if each.name == name)
+        if not planned.is_admitted:
+            raise PlanError(f"plan: {name!r} is not admitted: {planned.reason}")
+        if planned in self.running:
+            raise PlanError(f"plan: {name!r} runs already, as --now says")
+        (outcome,) = (each for each in self.outcomes if each.demand.name == name)
+        place = self.plan_of(outcome)
+        if place is None:
+            raise PlanError(
+                f"plan: {name!r} has not one place, worked out at length, by --policy "
+                f"{self.options.policy} and --model {self.options.model}; take price, fifo or "
+                "oasis, and ours"
+            )
+        return place
+
     @property
     def planned(self) -> tuple[PlannedJob, ...]:
         """All jobs: those that run already, then the others in the order of the file."""
@@ -117,9 +133,10 @@ class ManyPlan:
         start_s, end_s = self.at_s(outcome.stretches[0].first), self.at_s(outcome.end)
         plan = self.plan_of(outcome)
         error = None if plan is None else plan.error
-        spread_s = None if error is None else _NORMAL_19_OF_20 * error * (end_s - start_s)
+        spread_s = None if error is None else _SIGMAS * error * (end_s - start_s)
         counts: dict[str, int] = {}
-        most = np.max([each.placement[0] for each in outcome.stretches], axis=0)
+        # Of those that change their hosts, the ones where they have most ranks.
+        most = max((each.placement[0] for each in outcome.stretches), key=np.sum)
         for at in np.flatnonzero(most).tolist():
             name = self.machines.places[at][0].name
             counts[name] = counts.get(name, 0) + int(most[at])
@@ -159,13 +176,19 @@ class ManyPlan:
             return text
         if change.worth > MOST_WORTH:
             return f"{text}; later than it was wished for, it is worth next to nothing"
-        needed = [] if change.worth <= job.worth else [f"worth = {change.worth:.6g}"]
+        needed = [] if change.worth <= job.worth else [f"worth = {_up(change.worth)}"]
         if end_s is not None:
             needed.append(f"deadline_s = {math.ceil(end_s)}")
         if change.num_slots is not None:
             horizon_s = math.ceil(change.num_slots * self.slot_s)
             needed.append(f"--slot {self.slot_s:g} --horizon {horizon_s}")
         return f"{text}; {' and '.join(needed)} would admit it"
+
+
+def _up(value: float) -> str:
+    """Return a value > 0 in six digits, not rounded down: so much would admit a job."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 5)
+    return f"{math.ceil(value / unit) * unit:.6g}"
 
 
 def plan_many(
@@ -300,7 +323,7 @@ def _slots(
         )
         horizon_s = last + 4.0 * total / machines.capacity[:, 0].sum() + 2.0 * longest
     slot_s = horizon_s / _SLOTS if options.slot_s is None else options.slot_s
-    num_slots = math.ceil(horizon_s / slot_s - 1e-9)
+    num_slots = max(math.ceil(horizon_s / slot_s - 1e-9), 1)
     if num_slots > _MOST_SLOTS:
         raise PlanError(
             f"plan: {horizon_s:.4g} s in slots of {slot_s:.4g} s are {num_slots} slots, over "
@@ -376,22 +399,26 @@ def describe_many(plan: ManyPlan) -> tuple[str, list[str]]:
     worth = sum(each.worth for each in planned)
     head = (
         f"{len(admitted)} of {len(planned)} jobs admitted, worth {worth:.4g}; "
-        f"policy {options.policy}, speeds {options.model}, {plan.num_slots} slots of "
+        f"policy {options.policy}, speeds {options.model}, {plan.num_slots} time slots of "
         f"{show_time(plan.slot_s)}"
     )
     lines = [f"{each.name} is not admitted: {each.reason}" for each in planned if each.reason]
+    lines += [
+        f"{each.name} ends after its deadline, and is worth nothing then"
+        for each in admitted
+        if not each.worth
+    ]
     for outcome in plan.outcomes:
         found = plan.plan_of(outcome)
         if found is not None and found.is_apart and found.simulated_s is not None:
             lines.append(
                 f"{outcome.demand.name}: predicted {1e3 * found.best.step_s:.4g} ms a step, "
-                f"simulated {1e3 * found.simulated_s:.4g} ms: MORE THAN 10 % APART, the simulated "
-                "one counts"
+                f"simulated {1e3 * found.simulated_s:.4g} ms: MORE THAN 10 % APART"
             )
     if plan.prices is not None:
         hourly = plan.prices.times(_HOUR_S / plan.slot_s)
         lines.append(
-            f"a slot costs {hourly.low[0]:.4g} an hour where all of a host's are free, "
+            f"a rank's place costs {hourly.low[0]:.4g} an hour where all of a host's are free, "
             f"{hourly.high[0]:.4g} where none is"
         )
     return head, lines

@@ -47,7 +47,7 @@ class PlannedJob:
     arrival_s: float
     start_s: float | None
     end_s: float | None
-    end_low_s: float | None  # its end by the models' errors, 19 of 20 times between
+    end_low_s: float | None  # its end by the models' errors, between these in 9 of 10 cases
     end_high_s: float | None
     hosts: tuple[tuple[str, int], ...]  # names, and ranks on each
     worth: float  # of its end; 0 where it is not admitted

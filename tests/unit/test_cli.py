@@ -411,10 +411,34 @@ def test_bench_plan_prints_all_policies_and_keeps_a_record(
     assert 1.0 >= summary["price"]["share"] > summary["fifo"]["share"] > 0.0
 
 
+def test_a_job_beside_others_starts_where_their_plan_has_it(
+    app: typer.Typer, tmp_path: Path
+) -> None:
+    files = _plan_files(tmp_path)
+    words = ["plan", *files, "--no-simulate"]
+    file = tmp_path / "plan.json"
+    result = CliRunner().invoke(app, [*words, "--policy", "price", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    for planned in json.loads(file.read_text())["jobs"]:
+        hosts = ",".join(f"{name}:{count}" for name, count in planned["hosts"].items())
+        only = ["--job", planned["name"], "--emit", "horovodrun"]
+        result = CliRunner().invoke(app, [*words, "--policy", "price", *only])
+        assert result.exit_code == 0, result.output
+        assert f" -H {hosts} " in result.stdout
+        assert f"{planned['name']} starts at " in result.stderr
+    alone = CliRunner().invoke(app, [*words, "--job", "resnet", "--emit", "horovodrun"])
+    assert "resnet as if alone" in alone.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["--emit", "mpirun"], r"is of one job, but .*\['other', 'resnet'\]; name one with --job"),
+        (["--policy", "price", "--check", "log"], "--check is of one job"),
+        (["--policy", "las", "--job", "resnet", "--emit", "mpirun"], "has not one place"),
+        (
+            ["--emit", "mpirun"],
+            r"of one job, but all of \['other', 'resnet'\] are planned; name one",
+        ),
         (["--policy", "luck"], "--policy 'luck' must be one of price"),
         (["--job", "third"], r"--job 'third' is none of \['other', 'resnet'\]"),
         (["--job", "other", "--emit", "ray"], "--emit 'ray' must be one of horovodrun"),
