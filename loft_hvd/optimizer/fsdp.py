@@ -374,6 +374,8 @@ class FSDPHook(NeverCopied):
     def _clear(self) -> None:
         self._results.clear()
         self._shards.clear()
+        for parameter, earlier in self._earlier:  # a backward pass has failed
+            parameter.grad = earlier
         self._earlier.clear()
 
     def _begin_pass(self) -> None:
@@ -450,6 +452,7 @@ class FSDPHook(NeverCopied):
                 parameter.grad.mul_(factor)
         for parameter, earlier in self._earlier:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._earlier.clear()
 
     def _is_torchs(self, group: ShardedGroup) -> bool:
         """Whether torch's own reduce-scatter does it: a mean over replicas, or by a GPU's NCCL."""

@@ -93,7 +93,7 @@ def provide_mpi(
     is_wanted = not shutil.which("mpicc", path=os.pathsep.join(elsewhere))
     if is_there == is_wanted:
         return
-    words = ["install", "--no-deps", f"{pin.name}=={pin.version}"]
+    words = ["install", "--retries=0", "--no-deps", f"{pin.name}=={pin.version}"]
     title = f"Open MPI {pin.version}: this machine has no mpicc"
     if is_there:  # two would be taken for one another
         words, title = ["uninstall", "--yes", pin.name], "this machine's own MPI instead of a wheel"

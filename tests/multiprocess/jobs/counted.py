@@ -155,7 +155,7 @@ def claim_too_much(kind: str, rank: int) -> None:
 
 
 def pass_twice() -> None:
-    """Two backward passes that FSDP2 reduces add up, each by itself."""
+    """Two backward passes that FSDP2 reduces add up, each by itself; a failed one adds nothing."""
     model, (x, labels) = make_model(), TEXTS[:64]
     halves = [slice(0, 40), slice(40, 64)]
     for half in halves:
@@ -163,11 +163,19 @@ def pass_twice() -> None:
     wanted = [p.grad for p in model.parameters()]
     model, balancer = make_model(), loft.Balancer(64)
     with front_end("fsdp", model, balancer, 1) as (trained, _):
+        shards = list(model.parameters())  # a forward pass has others take their place
         for half in halves:
             balancer.begin_own_batch()
             balancer.count(honest(labels[half]), is_sum=True)
             loss_of(trained, x[half], labels[half], "sum").backward()
-    for parameter, want in zip(model.parameters(), wanted, strict=True):
+        failing = x[:40].clone().requires_grad_()
+        failing.register_hook(lambda _: 1 // 0)
+        balancer.begin_own_batch()
+        balancer.count(honest(labels[:40]), is_sum=True)
+        with contextlib.suppress(ZeroDivisionError):
+            loss_of(trained, failing, labels[:40], "sum").backward()
+        trained(x)
+    for parameter, want in zip(shards, wanted, strict=True):
         got = parameter.grad.full_tensor()  # type: ignore[union-attr]  # a DTensor's
         torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
