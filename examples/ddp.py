@@ -24,7 +24,7 @@ parser.add_argument("--passes", type=int, default=1, help="backward passes of a 
 parser.add_argument("--epochs", type=int, default=4)
 options = parser.parse_args()
 sizes = [int(part) for part in options.batch_sizes.split(",")]
-dist.init_process_group("gloo")  # "nccl" on GPUs
+dist.init_process_group("gloo")  # on GPUs "nccl", and set_device and .cuda() as in any script
 rank = dist.get_rank()
 torch.set_num_threads(1)  # the ranks share this machine's cores
 torch.manual_seed(1)

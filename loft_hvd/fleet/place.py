@@ -94,7 +94,7 @@ def _offers(fleet: Fleet, job: Job) -> tuple[list[_HostOffer], dict[str, str]]:
         known = [(device, count) for device, count in host.slots.items() if device in job.models]
         known.sort(key=lambda each: job.models[each[0]].compute_s)
         limits = [sum(count for _, count in known)]
-        why = f"no model of {sorted(host.slots)}" if not known else ""
+        why = f"no model of {', '.join(sorted(host.slots))}" if not known else ""
         for what, needed, there in (
             ("cpus", job.needs.cpus, host.cpus),
             ("memory_bytes", job.needs.memory_bytes, host.memory_bytes),

@@ -336,10 +336,10 @@ _ELSEWHERE = {
             "job resnet: 8 ranks on 2 of 4 hosts, trimmed_mean:f=1 over ranks",
             "# team.toml",
             "loft-hvd plan cluster.toml team.toml --no-simulate",
-            "2 of 3 jobs admitted, worth 6; policy price, speeds ours, 200 slots of 73 s",
+            "2 of 3 jobs admitted, worth 6; policy price, speeds ours, 200 time slots of 73 s",
             "# now.toml",
             "loft-hvd plan cluster.toml team.toml --no-simulate --now now.toml",
-            "2 of 3 jobs admitted, worth 6; policy price, speeds ours, 200 slots of 73.2 s",
+            "2 of 3 jobs admitted, worth 6; policy price, speeds ours, 200 time slots of 73.2 s",
             "loft-hvd plan cluster.toml jobs.toml --sizes sizes.json --emit horovodrun",
             "env LOFT_HVD_FIRST_SIZES=/home/me/sizes.json horovodrun -np 8 -H a1:4,a2:4 --gloo "
             "python train.py --epochs 3",
