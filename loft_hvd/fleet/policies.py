@@ -25,7 +25,6 @@ from loft_hvd.fleet.prices import (
     RESERVE,
     Market,
     PriceRange,
-    Window,
     admit,
     best_window,
     price_range,
@@ -48,7 +47,6 @@ __all__ = ["POLICIES", "Options", "plan_all"]
 # Of Dorm: how far below its fair share a job may be, and the share of jobs that may be changed.
 _UNFAIR, _CHANGED = 0.1, 0.2
 _LAS_UNIT = 8.0  # workers times slots, that the first of queues takes
-_CONFIRMED = 6  # times that a window is found anew, as what it takes turns out longer
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,12 @@ def _priced(workload: Workload, options: Options) -> tuple[Outcome, ...]:
     market = Market(workload.timeline(), prices)
 
     def place(demand: Demand, earliest: float) -> Outcome:
-        paced, window = _confirmed(
-            demand, lambda each: admit(market, each, earliest=earliest, solver=options.solver)
-        )
+        window = admit(market, demand, earliest=earliest, solver=options.solver)
         if window is None:
             found = None
             if options.explains:
                 found = refuse(
-                    market, paced, workload.resources, earliest=earliest, solver=options.solver
+                    market, demand, workload.resources, earliest=earliest, solver=options.solver
                 )
             return Outcome(demand, refusal=found)
         market.take(demand, window.stretch)
@@ -114,11 +110,13 @@ def _fifo(workload: Workload, options: Options) -> tuple[Outcome, ...]:
         return np.where(np.isfinite(costs), -ends, -np.inf)
 
     def place(demand: Demand, earliest: float) -> Outcome:
-        _, window = _confirmed(
+        window = best_window(
+            market,
             demand,
-            lambda each: best_window(
-                market, each, soonest, earliest=earliest, counts=[demand.wanted]
-            ),
+            soonest,
+            earliest=earliest,
+            counts=[demand.wanted],
+            solver=options.solver,
         )
         if window is None:
             return Outcome(demand)
@@ -126,30 +124,6 @@ def _fifo(workload: Workload, options: Options) -> tuple[Outcome, ...]:
         return Outcome(demand, (window.stretch,), window.end)
 
     return _one_by_one(workload, place)
-
-
-def _confirmed(
-    demand: Demand, find: Callable[[Demand], Window | None]
-) -> tuple[Demand, Window | None]:
-    """Find a window that is long enough for what the job takes there, worked out at length.
-
-    Where it is too short, the job is taken to be slower everywhere by as much, and one is found
-    again. Also returns the job as it was last taken.
-    """
-    for _ in range(_CONFIRMED):
-        window = find(demand)
-        if window is None or demand.confirm is None:
-            return demand, window
-        slots = demand.confirm(window.stretch.placement)
-        if math.ceil(slots) <= window.stretch.last - window.stretch.first:
-            return demand, replace(window, slots=slots)
-        demand = _slower(demand, slots / window.slots)
-    return demand, None
-
-
-def _slower(demand: Demand, factor: float) -> Demand:
-    slots = demand.slots
-    return replace(demand, slots=lambda placement: factor * slots(placement))
 
 
 def _one_by_one(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,6 +38,9 @@ _LEAST_GAIN = 1e-9  # of its worth: more than sums round by
 _LEAST_SHARE = 0.1  # of its worth, that the poorest job pays on free machines
 _RETRIES = 4  # of a window whose length turns out another than was thought
 _STARTS = 4  # that are tried, where processes of two kinds find no room at the best one
+# Places that are worked out at length before all others are taken to be longer than thought, too,
+# and the most in all.
+_LEARNED, _CONFIRMED = 6, 12
 
 
 @dataclass(frozen=True)
@@ -148,15 +151,56 @@ def best_window(
     For each number of workers and each of the job's sets of machines all starts are looked at at
     once, with the cheapest machines of each; of single machines likewise. How long the job takes
     depends on the machines, so the best start is looked for again with what they take.
+
+    Where the job has ``confirm``, the best window is worked out at length. One that is too short
+    then, or not to be had for its later end, is given up, and the best one looked for with what is
+    known now (``_learning``).
     """
-    first = math.ceil((demand.asked if earliest is None else earliest) - 1e-9)
-    scan = _Scan(market, demand, max(first, 0), score, solver)
-    best: Window | None = None
-    for count in demand.counts if counts is None else counts:
-        for found in scan.windows(count):
-            if best is None or found.score > best.score + 1e-12 * abs(best.score):
-                best = found
-    return best
+    first = max(math.ceil((demand.asked if earliest is None else earliest) - 1e-9), 0)
+    demand = _learning(demand)
+    for _ in range(_CONFIRMED):
+        scan = _Scan(market, demand, first, score, solver)
+        window = scan.best(demand.counts if counts is None else counts)
+        if window is None or demand.confirm is None:
+            return window
+        stretch, slots = window.stretch, demand.confirm(window.stretch.placement)
+        if math.isfinite(slots) and math.ceil(slots) <= stretch.last - stretch.first:
+            ends, costs = np.array([stretch.first + slots]), np.array([window.cost])
+            if (found := float(score(ends, costs)[0])) > -np.inf:
+                return replace(window, slots=slots, score=found)
+    return None
+
+
+def _learning(demand: Demand) -> Demand:
+    """Return a job whose ``slots`` follow what ``confirm`` finds for the same kinds of machines.
+
+    Other places are taken as they were: one place's cold store says nothing of them. Only where
+    several were all longer, the others are taken to be longer by the least of these factors.
+    """
+    rough, confirm = demand.slots, demand.confirm
+    if confirm is None:
+        return demand
+    factors: dict[object, float] = {}
+
+    def key(placement: Ints) -> object:
+        taken = np.flatnonzero(placement.any(axis=0))
+        return tuple(sorted((int(demand.kinds[at]), *placement[:, at].tolist()) for at in taken))
+
+    def slots(placement: Ints) -> float:
+        if not factors:
+            return rough(placement)
+        others = 1.0
+        if len(factors) >= _LEARNED:
+            known = (each for each in factors.values() if each < math.inf)
+            others = max(min(known, default=1.0), 1.0)
+        return rough(placement) * factors.get(key(placement), others)
+
+    def confirmed(placement: Ints) -> float:
+        found = confirm(placement)
+        factors[key(placement)] = found / rough(placement)
+        return found
+
+    return replace(demand, slots=slots, confirm=confirmed)
 
 
 class _Scan:
@@ -173,7 +217,16 @@ class _Scan:
         self._sums = np.concatenate([np.zeros((len(costs), 1)), np.cumsum(costs, axis=1)], axis=1)
         self._rooms: dict[int, Floats] = {1: self._room}
 
-    def windows(self, count: int) -> Iterator[Window]:
+    def best(self, counts: Sequence[int]) -> Window | None:
+        """Return the best window of some numbers of workers."""
+        best: Window | None = None
+        for count in counts:
+            for found in self._windows(count):
+                if best is None or found.score > best.score + 1e-12 * abs(best.score):
+                    best = found
+        return best
+
+    def _windows(self, count: int) -> Iterator[Window]:
         """Yield the best window of each set of machines, and of single machines."""
         if self._demand.has_singles:
             yield from self._singles(count)

@@ -52,7 +52,10 @@ def refuse(
         window = _soonest(now, late, earliest, solver)
         more *= 2
     if window is None:
-        return Refusal(why="it has no room, however long the plan looks ahead")
+        return Refusal(
+            why="no place was found that has room for it, and where it can run, however long the "
+            "plan looks ahead"
+        )
     is_late = window.end - demand.asked > demand.value.deadline
     share = float(late.worth(np.array(window.end))) / demand.value.top
     change = Change(

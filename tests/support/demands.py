@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
-from loft_hvd.fleet.timeline import Demand, Ints, Outcome, Value, Workload
+from loft_hvd.fleet.prices import Market, PriceRange
+from loft_hvd.fleet.timeline import Demand, Ints, Outcome, Value, Workload, in_order
 
 RESOURCES = ("slots", "memory")
 
@@ -60,8 +62,35 @@ def _demand(
     )
 
 
-def check_outcomes(workload: Workload, outcomes: tuple[Outcome, ...], *, gangs: bool) -> None:
-    """Raise where a machine is over its capacity in a slot, or a job lacks workers or time."""
+def confirmed_workload(seed: int) -> Workload:
+    """Return a random workload whose jobs take up to twice as long on some kinds of machines."""
+    workload = random_workload(seed)
+    rng = np.random.default_rng(seed)
+    factors = rng.choice([0.9, 1.0, 1.3, 2.0], len(workload.capacity))
+
+    def confirmed(demand: Demand) -> Demand:
+        def confirm(placement: Ints) -> float:
+            kinds = demand.kinds[placement.any(axis=0)]
+            return demand.slots(placement) * float(factors[kinds].max())
+
+        return replace(demand, confirm=confirm)
+
+    return replace(workload, demands=tuple(confirmed(each) for each in workload.demands))
+
+
+def check_outcomes(
+    workload: Workload,
+    outcomes: tuple[Outcome, ...],
+    *,
+    gangs: bool,
+    prices: PriceRange | None = None,
+) -> None:
+    """Raise where a machine is over its capacity in a slot, or a job lacks workers or time.
+
+    With prices also where one that is admitted is worth less than what it takes costs.
+    """
+    if prices is not None:
+        _check_paid(workload, outcomes, prices)
     used = np.zeros((*workload.capacity.shape, workload.num_slots))
     for outcome in outcomes:
         demand, done = outcome.demand, 0.0
@@ -72,9 +101,21 @@ def check_outcomes(workload: Workload, outcomes: tuple[Outcome, ...], *, gangs: 
             assert int(counts[0]) in demand.counts
             uses = stretch.placement.T @ demand.needs
             used[:, :, stretch.first : stretch.last] += uses[:, :, None]
-            done += (stretch.last - stretch.first) / demand.slots(stretch.placement)
+            takes = demand.slots if demand.confirm is None or not gangs else demand.confirm
+            done += (stretch.last - stretch.first) / takes(stretch.placement)
         if outcome.end is not None:
             assert done >= 1.0 - 1e-9
             assert outcome.end <= outcome.stretches[-1].last + 1e-9
             assert len(outcome.stretches) == 1 or not gangs
-    assert np.all(used <= workload.capacity[:, :, None] * (1.0 + 1e-6))
+    assert np.all(used <= workload.capacity[:, :, None] * (1.0 + 2e-9))
+
+
+def _check_paid(workload: Workload, outcomes: tuple[Outcome, ...], prices: PriceRange) -> None:
+    market = Market(workload.timeline(), prices)
+    for at in in_order(workload.demands):
+        outcome = outcomes[at]
+        for stretch in outcome.stretches:
+            there = market.prices[:, :, stretch.first : stretch.last].sum(axis=2)  # [H, R]
+            cost = float((stretch.placement.T @ outcome.demand.needs * there).sum())
+            assert outcome.worth >= cost * (1.0 - 1e-9), outcome.demand.name
+            market.take(outcome.demand, stretch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from loft_hvd.fleet.now import NowState, RunningJob, read_now
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import Market, PriceRange, admit, price_range
 from loft_hvd.fleet.refusals import changed
-from loft_hvd.fleet.timeline import Stretch, Timeline
+from loft_hvd.fleet.timeline import Demand, Ints, Stretch, Timeline, Value, Workload
 from loft_hvd.fleet.traffic import HostRanks, Layout
-from tests.support.demands import check_outcomes, random_workload
+from tests.support.demands import check_outcomes, confirmed_workload, random_workload
 from tests.support.schema import faults, read_schema
 
 SCHEMA = read_schema(Path(__file__).parents[2] / "docs/schemas/jobs.json")
@@ -29,11 +30,11 @@ _WHOLE = 100_000  # random workloads
 _GANGS = ("price", "fifo", "oasis")
 
 
-def _check_policy(policy: str, seed: int) -> None:
-    workload = random_workload(seed)
+def _check_policy(policy: str, workload: Workload, seed: int) -> None:
     options = Options(explains=False)
     outcomes = plan_all(policy, workload, options)
-    check_outcomes(workload, outcomes, gangs=policy in _GANGS)
+    prices = price_range(workload) if policy in ("price", "oasis") else None
+    check_outcomes(workload, outcomes, gangs=policy in _GANGS, prices=prices)
     again = plan_all(policy, workload, options)
     assert [each.end for each in outcomes] == [each.end for each in again], f"seed {seed}"
 
@@ -41,12 +42,17 @@ def _check_policy(policy: str, seed: int) -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(15))
 def test_policies_keep_to_capacity_gangs_and_work(policy: str, seed: int) -> None:
-    _check_policy(policy, seed)
+    _check_policy(policy, random_workload(seed), seed)
 
 
-def _check_refusals(seed: int) -> int:
+@pytest.mark.parametrize("policy", _GANGS)
+@pytest.mark.parametrize("seed", range(15))
+def test_jobs_that_take_longer_than_was_thought_keep_to_it_and_pay(policy: str, seed: int) -> None:
+    _check_policy(policy, confirmed_workload(seed), seed)
+
+
+def _check_refusals(workload: Workload, seed: int) -> int:
     """Try each refusal's change on the market as the job met it; return how many there were."""
-    workload = random_workload(seed)
     prices = price_range(workload)
     outcomes = plan_all("price", workload, Options(prices=prices))
     market, count = Market(workload.timeline(), prices), 0
@@ -69,8 +75,69 @@ def _check_refusals(seed: int) -> int:
     return count
 
 
-def test_the_least_change_admits_each_job_that_was_not() -> None:
-    assert sum(_check_refusals(seed) for seed in range(40)) > 20
+@pytest.mark.parametrize("make", [random_workload, confirmed_workload])
+def test_the_least_change_admits_each_job_that_was_not(make: Callable[[int], Workload]) -> None:
+    assert sum(_check_refusals(make(seed), seed) for seed in range(40)) > 20
+
+
+def _on_two(*, deadline: float, wished: float = 0.0, confirmed: tuple[float, float]) -> Workload:
+    """Return two machines of other kinds, and a job of one worker that should take 3.05 slots."""
+
+    def confirm(placement: Ints) -> float:
+        return confirmed[int(np.flatnonzero(placement[0])[0])]
+
+    demand = Demand(
+        "a",
+        0.0,
+        Value(1.0, 20.0 if wished else 0.0, wished, deadline),
+        np.array([[1.0]]),
+        (1,),
+        1,
+        lambda placement: 3.05,
+        (np.ones(2, dtype=bool),),
+        np.array([0, 1]),
+        (3.05,),
+        confirm=confirm,
+    )
+    return Workload(np.array([[1.0], [1.0]]), ("slots",), 8, (demand,))
+
+
+def test_a_job_that_misses_its_deadline_by_what_is_confirmed_is_not_admitted() -> None:
+    (outcome,) = plan_all("price", _on_two(deadline=3.5, confirmed=(3.9, 3.9)), Options())
+    assert outcome.end is None
+    assert outcome.refusal is not None
+    assert outcome.refusal.change is not None
+    assert outcome.refusal.change.end == pytest.approx(3.9)
+
+
+def test_a_job_that_is_worth_less_than_its_price_at_the_confirmed_end_is_not_admitted() -> None:
+    # Of 4 slots at 0.1 each: half of its worth is gone at 3.5, and next to all at 3.9.
+    prices = PriceRange(np.array([0.1]), np.array([1.0]))
+    workload = _on_two(deadline=math.inf, wished=3.5, confirmed=(3.9, 3.9))
+    (outcome,) = plan_all("price", workload, Options(prices=prices))
+    assert outcome.end is None
+
+
+@pytest.mark.parametrize("slow", [3.9, 12.0, math.inf])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_place_that_takes_longer_says_nothing_of_the_others(slow: float, at: int) -> None:
+    confirmed = (slow, 3.1) if at == 0 else (3.1, slow)
+    (outcome,) = plan_all("price", _on_two(deadline=3.5, confirmed=confirmed), Options())
+    assert outcome.end == pytest.approx(3.1)
+    assert outcome.stretches[0].placement.tolist() == [[int(at == 1), int(at == 0)]]
+
+
+def test_a_job_whose_places_are_all_longer_is_refused_with_a_reason() -> None:
+    workload = _on_two(deadline=math.inf, confirmed=(math.inf, math.inf))
+    (outcome,) = plan_all("price", workload, Options())
+    assert outcome.refusal is not None
+    assert "where it can run" in outcome.refusal.why
+
+
+def test_a_job_that_takes_a_slot_more_everywhere_is_admitted_for_as_long() -> None:
+    (outcome,) = plan_all("price", _on_two(deadline=math.inf, confirmed=(4.1, 4.1)), Options())
+    assert outcome.end == pytest.approx(4.1)
+    assert outcome.stretches[0].last == 5
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -89,8 +156,10 @@ def test_no_policy_is_over_the_bounds(seed: int) -> None:
 def test_500_random_workloads_keep_to_capacity_gangs_and_work() -> None:
     for seed in range(500):
         for policy in _GANGS:
-            _check_policy(policy, seed)
-        _check_refusals(seed)
+            _check_policy(policy, random_workload(seed), seed)
+            _check_policy(policy, confirmed_workload(seed), seed)
+        _check_refusals(random_workload(seed), seed)
+        _check_refusals(confirmed_workload(seed), seed)
 
 
 @pytest.mark.long
@@ -99,8 +168,8 @@ def test_500_random_workloads_keep_to_capacity_gangs_and_work() -> None:
 def test_100_000_random_workloads_keep_to_capacity_gangs_and_work() -> None:
     for seed in range(_WHOLE):
         for policy in sorted(POLICIES):
-            _check_policy(policy, seed)
-        _check_refusals(seed)
+            _check_policy(policy, random_workload(seed), seed)
+        _check_refusals(random_workload(seed), seed)
 
 
 @pytest.mark.parametrize("seed", range(10))
