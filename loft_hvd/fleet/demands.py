@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from loft_hvd.balance.plan import Floats
 from loft_hvd.errors import PlanError
 from loft_hvd.fleet.jobs import Fleet, Host, Job
 from loft_hvd.fleet.rate import rough_s
-from loft_hvd.fleet.solvers import Packing, fill
+from loft_hvd.fleet.solvers import Packing, evenly
 from loft_hvd.fleet.speeds import ParameterServers, Ring
 from loft_hvd.fleet.timeline import Bools, Demand, Ints, Value
 from loft_hvd.fleet.traffic import HostRanks, Layout
@@ -25,6 +26,7 @@ __all__ = ["RESOURCES", "SPEEDS", "Machines", "demand_of", "in_slots", "value_of
 
 RESOURCES = ("slots", "cpus", "memory_bytes")
 _MOST_TIERS, _MOST_RATES = 12, 3  # sets of machines that a job chooses from, of them by link
+_MOST_EVEN = 6  # numbers of workers, as many on each host, that are tried
 # Seconds of a whole job on a layout; infinite where it cannot run so.
 TotalSeconds = Callable[[Fleet, Job, Layout], float]
 
@@ -69,7 +71,7 @@ class Machines:
         for name, count in hosts.items():
             mine = [at for at, (host, _) in enumerate(self.places) if host.name == name]
             left = count
-            for at in sorted(mine, key=lambda at: self._pace(job, at)):
+            for at in sorted(mine, key=lambda at: self.pace(job, at)):
                 found[at] = min(left, int(self.capacity[at, 0]))
                 left -= int(found[at])
             if left:
@@ -80,7 +82,8 @@ class Machines:
                 )
         return found
 
-    def _pace(self, job: Job, at: int) -> float:
+    def pace(self, job: Job, at: int) -> float:
+        """Return a job's seconds of a sample on a machine; infinite where it has no model."""
         model = job.models.get(self.places[at][1])
         return math.inf if model is None else model.compute_s
 
@@ -152,7 +155,10 @@ def demand_of(machines: Machines, job: Job, *, speed: TotalSeconds) -> Demand:
     room = np.where(known, each, 0).astype(np.int64)
     kinds = _kinds(machines, job)
     slots = _paced(machines, job, kinds, room, speed)
-    counts = _counts(job, int(room.sum()))
+    if is_even := ways_of(job) == ("nodes",):
+        room = np.where(_one_of_each_host(machines, job, room), room, 0)
+    even = _some(np.unique([1, *room[room > 0]]), _MOST_EVEN) if is_even else (0,)
+    counts = _counts(job, room, even)
     tiers = _tiers(machines, job, room)
     draft = Demand(
         job.name,
@@ -166,6 +172,7 @@ def demand_of(machines: Machines, job: Job, *, speed: TotalSeconds) -> Demand:
         kinds,
         (),
         tuple(job.after),
+        even=even,
     )
     least = [_least(draft, room, count) for count in counts]
     runs = [(count, each) for count, each in zip(counts, least, strict=True) if each < math.inf]
@@ -207,16 +214,31 @@ def value_of(job: Job) -> Value:
     return Value(job.worth, job.urgency / job.wished_s, job.wished_s, deadline)
 
 
-def _counts(job: Job, room: int) -> tuple[int, ...]:
-    """Return numbers of workers to choose from: each up to 8, then in steps of about a quarter."""
+def _one_of_each_host(machines: Machines, job: Job, room: Ints) -> Bools:
+    """Return the fastest machine of each host that has room for a worker, [H]."""
+    order = sorted(range(len(room)), key=lambda at: (room[at] == 0, machines.pace(job, at)))
+    _, first = np.unique([machines.places[at][0].name for at in order], return_index=True)
+    is_first = np.zeros(len(room), dtype=bool)
+    is_first[np.array(order)[first]] = True
+    return is_first
+
+
+def _counts(job: Job, room: Ints, even: tuple[int, ...]) -> tuple[int, ...]:
+    """Return numbers of workers to choose from; of ``even`` ones multiples.
+
+    Each is taken up to 8, then in steps of about a quarter.
+    """
     least = max(job.min_workers, 1 if job.over != "ranks" else job.parsed_rule.min_rows)
-    most = min(job.max_workers, room, job.global_batch_size // job.min_batch)
-    found = {count for count in range(1, 9)}
-    size = 8
-    while size < most:
-        found |= {size * step // 4 for step in (5, 6, 7, 8)}
-        size *= 2
-    found |= {least, most}
+    most = min(job.max_workers, int(room.sum()), job.global_batch_size // job.min_batch)
+    found = {least, most}
+    for each in even:
+        unit = max(each, 1)
+        found |= {unit * count for count in range(1, 9)}
+        size = 8
+        while unit * size < most:
+            found |= {unit * (size * step // 4) for step in (5, 6, 7, 8)}
+            size *= 2
+        found.add(most // unit * unit)
     return tuple(sorted(count for count in found if least <= count <= most))
 
 
@@ -259,20 +281,25 @@ def _paced(
     return slots
 
 
+def _some(values: Floats | Ints, most: int) -> tuple[Any, ...]:
+    """Return some of ascending values, the first and the last among them."""
+    places = np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
+    return tuple(values[places].tolist())
+
+
 def _tiers(machines: Machines, job: Job, room: Ints) -> tuple[Bools, ...]:
-    """Return sets of machines to choose from: all, by link, device, rack, and those with data."""
+    """Return sets of machines to choose from: all, those with data, by link, device and rack."""
     has_room = room > 0
     hosts = [host for host, _ in machines.places]
     link = np.array([host.link_bytes_per_s for host in hosts])
-    rates = np.unique(link[has_room])
-    sets = [has_room & (link >= rate) for rate in rates[:: max(-(-len(rates) // _MOST_RATES), 1)]]
+    sets = [has_room & (link >= rate) for rate in _some(np.unique(link[has_room]), _MOST_RATES)]
+    data = machines.fleet.data_of(job)
+    if data is not None and data.homes:
+        sets.insert(1, has_room & np.array([data.share(host.name) > 0 for host in hosts]))
     devices = np.array([device for _, device in machines.places])
     sets += [has_room & (devices == each) for each in sorted(set(devices[has_room]))]
     racks = np.array([host.rack for host in hosts])
     sets += [has_room & (racks == each) for each in sorted(set(racks[has_room]))]
-    data = machines.fleet.data_of(job)
-    if data is not None and data.homes:
-        sets.append(has_room & np.array([data.share(host.name) > 0 for host in hosts]))
     found: dict[bytes, Bools] = {}
     for each in sets:
         if each.any():
@@ -286,7 +313,8 @@ def _least(demand: Demand, room: Ints, count: int) -> float:
     for tier in demand.tiers:
         free = np.where(tier, room, 0).astype(np.float64)[:, None]
         # The largest machines first: fewer links.
-        placement = fill(Packing(free, -free, np.ones((1, 1)), (count,)))
-        if placement is not None:
-            found.append(demand.slots(placement))
+        for each in demand.even:
+            placement = evenly(Packing(free, -free, np.ones((1, 1)), (count,)), each=each)
+            if placement is not None:
+                found.append(demand.slots(placement))
     return min(found, default=math.inf)

@@ -17,6 +17,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from loft_hvd.fleet.prices import (
     price_range,
 )
 from loft_hvd.fleet.refusals import refuse
-from loft_hvd.fleet.solvers import Packing, Program, Solver, fill, solve
+from loft_hvd.fleet.solvers import Packing, Program, Solver, evenly, fill, solve
 from loft_hvd.fleet.timeline import (
     Demand,
     Ints,
@@ -233,8 +234,9 @@ def _placed(
         # Cheap are machines that it is on, then those that hold more of it.
         prices = np.tile((1.0 / (1.0 + room + 1e3 * stays))[:, None], (1, left.shape[1]))
         fitting = [each for each in demand.counts if each <= count]
-        for each in reversed(fitting):
-            placement = fill(Packing(usable, prices, demand.needs, demand.processes(each)))
+        for workers, each in product(reversed(fitting), demand.even):
+            packing = Packing(usable, prices, demand.needs, demand.processes(workers))
+            placement = evenly(packing, each=each)
             if placement is not None and math.isfinite(demand.slots(placement)):
                 left = left - placement.T @ demand.needs
                 yield job, placement

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
 from loft_hvd.balance.plan import Floats
-from loft_hvd.fleet.solvers import Packing, Solver, fill
+from loft_hvd.fleet.solvers import Packing, Solver, evenly, fill
 from loft_hvd.fleet.timeline import Bools, Demand, Ints, Stretch, Timeline, Workload
 
 __all__ = [
@@ -230,8 +231,8 @@ class _Scan:
         """Yield the best window of each set of machines, and of single machines."""
         if self._demand.has_singles:
             yield from self._singles(count)
-        for tier in self._demand.tiers:
-            found = self._of_tier(count, tier)
+        for tier, each in product(self._demand.tiers, self._demand.even):
+            found = self._of_tier(count, tier, each)
             if found is not None:
                 yield found
 
@@ -283,9 +284,9 @@ class _Scan:
         placement[:, at] = self._demand.processes(count)
         return placement
 
-    def _of_tier(self, count: int, tier: Bools) -> Window | None:
-        """Return the best window on a set of machines."""
-        slots = self._guess(count, tier)
+    def _of_tier(self, count: int, tier: Bools, each: int) -> Window | None:
+        """Return the best window on a set of machines, ``each`` workers on those it takes, or 0."""
+        slots = self._guess(count, tier, each)
         best: Window | None = None
         tried: set[int] = set()
         for _ in range(_RETRIES):
@@ -293,25 +294,27 @@ class _Scan:
             if length in tried or not self._fits(length):
                 break
             tried.add(length)
-            found, slots = self._at_length(count, tier, length, slots)
+            found, slots = self._at_length(count, tier, each, length, slots)
             if found is not None and (best is None or found.score > best.score):
                 best = found
         return best
 
-    def _guess(self, count: int, tier: Bools) -> float:
+    def _guess(self, count: int, tier: Bools, each: int) -> float:
         """Return slots on the set's first machines, all of them free."""
         capacity = np.where(tier[:, None], self._market.timeline.capacity, 0.0)
         packing = Packing(
             capacity, np.zeros_like(capacity), self._demand.needs, self._demand.processes(count)
         )
-        placement = fill(packing)
+        placement = evenly(packing, each=each)
         return math.inf if placement is None else self._demand.slots(placement)
 
     def _at_length(
-        self, count: int, tier: Bools, length: int, slots: float
+        self, count: int, tier: Bools, each: int, length: int, slots: float
     ) -> tuple[Window | None, float]:
         """Return the best window of a length, and the slots that its machines take."""
         room, costs = self._least_room(length)[tier], self._costs(length)[tier]
+        if each:
+            room = np.where(room >= each, float(each), 0.0)
         order = np.argsort(costs, axis=0, kind="stable")
         room, costs = np.take_along_axis(room, order, 0), np.take_along_axis(costs, order, 0)
         below = np.cumsum(room, axis=0)
@@ -323,7 +326,7 @@ class _Scan:
             if scores[at] == -np.inf:
                 break
             start = self._first + int(at)
-            placement = self._place(count, tier, start, length)
+            placement = self._place(count, tier, each, start, length)
             if placement is None:
                 continue
             true = self._demand.slots(placement)
@@ -332,14 +335,13 @@ class _Scan:
             return self._window(start, placement, true), true
         return None, math.inf
 
-    def _place(self, count: int, tier: Bools, start: int, length: int) -> Ints | None:
+    def _place(self, count: int, tier: Bools, each: int, start: int, length: int) -> Ints | None:
         """Place processes in a window, by the solver."""
         timeline = self._market.timeline
         free = np.where(tier[:, None], timeline.free(start, start + length), 0.0)
         prices = self._market.prices[:, :, start : start + length].sum(axis=2)
-        return self._solver(
-            Packing(free, prices, self._demand.needs, self._demand.processes(count))
-        )
+        packing = Packing(free, prices, self._demand.needs, self._demand.processes(count))
+        return evenly(packing, each=each, solver=self._solver)
 
     def _window(self, start: int, placement: Ints, slots: float) -> Window | None:
         """Return a window as it is, if there is room for it."""

@@ -27,6 +27,7 @@ __all__ = [
     "Packing",
     "Program",
     "Solver",
+    "evenly",
     "fill",
     "milp",
     "rounded",
@@ -121,6 +122,24 @@ def fill(packing: Packing) -> Ints | None:
             return None
         free -= placement[kind][:, None] * needs
     return placement
+
+
+def evenly(packing: Packing, *, each: int, solver: Solver = fill) -> Ints | None:
+    """Place ``each`` processes on every machine that is taken; with 0 as many as are cheapest.
+
+    Processes are of one kind then. A machine with room for so many is one with room for one that
+    needs as much.
+    """
+    if not each:
+        return solver(packing)
+    (count,), needs = packing.counts, each * packing.needs
+    if count % each:
+        return None
+    fits = np.all(packing.room * (1.0 + 1e-9) >= needs, axis=1)
+    placement = solver(
+        Packing(np.where(fits[:, None], needs, 0.0), packing.prices, needs, (count // each,))
+    )
+    return None if placement is None else each * placement
 
 
 def milp(packing: Packing) -> Ints | None:

@@ -101,6 +101,8 @@ class Demand:
     # its worth stays.
     haste: float = 0.0
     has_singles: bool = True  # whether single machines are looked at beside ``tiers``
+    # Workers of each machine that is taken, to choose from; 0: as many as are cheapest there.
+    even: tuple[int, ...] = (0,)
 
     def processes(self, count: int) -> tuple[int, ...]:
         """Return how many of each kind, [K], ``count`` workers come with."""
