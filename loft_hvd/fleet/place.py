@@ -392,7 +392,8 @@ class _Worths:
         reads = self._reads
         if name == self._best.exchange.link or reads.server == f"host {name}":
             return True
-        return not reads.is_at_server and name in reads.links
+        # Once a sample store is full, ranks read over their own links.
+        return name in reads.links and (self._job.store or not reads.is_at_server)
 
     def _of_rack(self, name: str) -> Worth:
         racks = [

@@ -108,6 +108,17 @@ def test_twice_the_rate_is_worth_something_on_the_busiest_link_alone() -> None:
     assert doubled["a1"] == doubled["a2"] == doubled["b1"] == 0.0
 
 
+def test_a_link_that_warm_steps_wait_for_is_worth_something_beside_a_slow_source() -> None:
+    hosts = [
+        Host("h0", {"T4": 1}, 50e6, store_bytes=10e9),
+        Host("h1", {"T4": 4}, 100e6, store_bytes=3e9),
+    ]
+    fleet = Fleet(hosts, data=[DataSet("photos", 100_000, 1e5, source_bytes_per_s=10e6)])
+    job = replace(JOB, model_bytes=4.0, store=True, steps=None, epochs=100, min_workers=5)
+    doubled = {each.name: each.doubled for each in choose_hosts(fleet, job).worths}
+    assert doubled["h1"] > 0.05
+
+
 def test_the_best_arrangement_is_found() -> None:
     hosts = [Host(f"h{at}", {"CPU": 8}, 125e6) for at in range(4)]
     job = replace(JOB, data=None, rule="median", models={"CPU": DeviceModel(5e-3)}, over="auto")
