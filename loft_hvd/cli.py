@@ -313,7 +313,7 @@ def _plan_many(
             f"plan: {' and '.join(asked)} {'is' if len(asked) == 1 else 'are'} of one job, but all "
             f"of {sorted(jobs)} are planned; name one with --job"
         )
-    now = None if files.now is None else read_now(files.now, jobs)
+    now = None if files.now is None else read_now(files.now)
     plan = plan_many(fleet, jobs, options, now=now)
     if name is not None:
         place = plan.place_of(name)

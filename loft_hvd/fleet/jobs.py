@@ -259,7 +259,7 @@ class Job:
     urgency: Annotated[float, Within(0.0, 1e3)] = 0.0  # how steep that is; 0: its worth stays
 
     def __post_init__(self) -> None:
-        if (self.urgency > 0) != (self.wished_s is not None and self.wished_s > 0):
+        if (self.urgency > 0) != (self.wished_s is not None) or self.wished_s == 0:
             raise ArgumentError(
                 f"urgency={self.urgency:g} and wished_s={self.wished_s} belong together: give both "
                 "above 0, or none where its worth stays"

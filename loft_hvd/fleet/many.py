@@ -268,12 +268,19 @@ def _pinned(
     machines: Machines, job: Job, running: RunningJob, seconds: Mapping[str, Demand]
 ) -> tuple[Ints, float]:
     """Return where a job runs, [1, H], and for how many more seconds."""
+    count = sum(running.hosts.values())
+    if not job.min_workers <= count <= job.max_workers:
+        raise PlanError(
+            f"job {job.name!r} cannot run on {running.hosts}, as --now says: these are {count} "
+            f"workers, and it has {job.min_workers} to {job.max_workers}; correct one of these"
+        )
     placement = machines.workers(running.hosts, job)[None, :]
     total_s = seconds[job.name].slots(placement)
     if math.isinf(total_s):
         raise PlanError(
             f"job {job.name!r} cannot run on {running.hosts}, as --now says: it has no model of "
-            "a device there, or too few or too many workers; correct one of these"
+            "a device there, too few workers for its rule or its batch, or for over='nodes' not as "
+            "many on each host; correct one of these"
         )
     return placement, (1.0 - running.done) * total_s
 

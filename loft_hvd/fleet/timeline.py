@@ -171,6 +171,7 @@ class Timeline:
     def __init__(self, capacity: Floats, num_slots: int) -> None:
         self.capacity = capacity  # [H, R]
         self.used: Floats = np.zeros((*capacity.shape, num_slots))
+        self._beyond: list[tuple[Demand, Stretch]] = []  # those that end after the last slot
 
     @property
     def num_slots(self) -> int:
@@ -178,9 +179,11 @@ class Timeline:
         return int(self.used.shape[2])
 
     def longer(self, more: int) -> Timeline:
-        """Return a copy with so many more slots, of which nothing is promised."""
+        """Return a copy with so many more slots, promised to those alone that last into them."""
         copy = Timeline(self.capacity, self.num_slots + more)
         copy.used[:, :, : self.num_slots] = self.used
+        for demand, stretch in self._beyond:
+            copy.take(demand, replace(stretch, first=max(stretch.first, self.num_slots)))
         return copy
 
     def room(self, needs: Floats) -> Floats:
@@ -210,6 +213,8 @@ class Timeline:
         after = self.used[:, :, stretch.first : stretch.last] + uses[:, :, None]
         assert np.all(after <= self.capacity[:, :, None] * (1.0 + 2 * _ROUNDING)), demand.name
         self.used[:, :, stretch.first : stretch.last] = after
+        if stretch.last > self.num_slots:
+            self._beyond.append((demand, stretch))
 
 
 @dataclass(frozen=True)
@@ -227,7 +232,7 @@ class Workload:
         """Return what is promised before anything is planned."""
         timeline = Timeline(self.capacity, self.num_slots)
         for demand, stretch in self.running:
-            timeline.take(demand, replace(stretch, last=min(stretch.last, self.num_slots)))
+            timeline.take(demand, stretch)
         return timeline
 
 

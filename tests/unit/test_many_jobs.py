@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from loft_hvd.fleet.now import NowState, RunningJob, read_now
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import Market, PriceRange, admit, price_range
 from loft_hvd.fleet.refusals import changed
-from loft_hvd.fleet.timeline import Demand, Ints, Stretch, Timeline, Value, Workload
+from loft_hvd.fleet.timeline import Demand, Ints, PlannedJob, Stretch, Timeline, Value, Workload
 from loft_hvd.fleet.traffic import HostRanks, Layout
 from tests.support.demands import check_outcomes, confirmed_workload, random_workload
 from tests.support.schema import faults, read_schema
@@ -323,6 +324,7 @@ def test_fifo_lets_a_small_job_go_ahead_where_it_delays_none() -> None:
     [
         ({"urgency": 2.0}, "belong together"),
         ({"wished_s": 60.0}, "belong together"),
+        ({"wished_s": 0.0}, "belong together"),
         ({"arrival_s": 60.0, "deadline_s": 60.0}, "must be after"),
     ],
 )
@@ -380,16 +382,33 @@ def test_what_runs_is_not_moved_and_others_go_around_it() -> None:
         (NowState(finished=["a"], running=[RunningJob("a", {"h0": 1})]), "stands twice"),
         (NowState(running=[RunningJob("a", {"h9": 1})]), "0 slots in the cluster's file"),
         (NowState(running=[RunningJob("a", {"h0": 3})]), "has 2 slots"),
+        (NowState(running=[RunningJob("a", {})]), "0 workers, and it has 1 to 3;"),
+        (NowState(running=[RunningJob("a", {"h0": 2, "h1": 2})]), "4 workers, and it has 1 to 3;"),
         (
             NowState(running=[RunningJob("a", {"h0": 2}), RunningJob("b", {"h0": 1})]),
             "take more slots than the host has",
         ),
     ],
 )
-def test_what_cannot_run_now_is_refused(now: NowState, words: str) -> None:
-    jobs = {name: replace(JOB, name=name) for name in ("a", "b")}
+@pytest.mark.parametrize("model", ["ours", "ps", "ring"])
+def test_what_cannot_run_now_is_refused(now: NowState, words: str, model: str) -> None:
+    jobs = {name: replace(JOB, name=name, max_workers=3) for name in ("a", "b")}
     with pytest.raises(ArgumentError, match=words):
-        plan_many(FLEET, jobs, ManyOptions(simulates=False), now=now)
+        plan_many(FLEET, jobs, ManyOptions(model=model, simulates=False), now=now)
+
+
+def test_a_longer_horizon_counts_what_runs_beyond_the_first_one() -> None:
+    jobs = {name: replace(JOB, name=name, min_workers=4) for name in ("a", "b")}
+    now = NowState(running=[RunningJob("b", {"h0": 2, "h1": 2})])
+
+    def planned(slot_s: float, horizon_s: float) -> PlannedJob:
+        options = ManyOptions(simulates=False, slot_s=slot_s, horizon_s=horizon_s)
+        return plan_many(FLEET, jobs, options, now=now).planned[1]
+
+    reason = planned(10.0, 40.0).reason
+    assert "no room for it in the 40 s ahead; --slot 10 --horizon " in reason
+    (horizon_s,) = re.findall(r"--horizon (\d+)", reason)
+    assert planned(10.0, float(horizon_s)).is_admitted
 
 
 def test_the_file_of_what_runs_is_read_strictly(tmp_path: Path) -> None:
@@ -397,12 +416,12 @@ def test_the_file_of_what_runs_is_read_strictly(tmp_path: Path) -> None:
     file.write_text(
         'now_s = 60\nfinished = ["a"]\n[[running]]\njob = "b"\nhosts = { h0 = 2 }\ndone = 0.5\n'
     )
-    assert read_now(file, ["a", "b"]) == NowState(60.0, ["a"], [RunningJob("b", {"h0": 2}, 0.5)])
+    assert read_now(file) == NowState(60.0, ["a"], [RunningJob("b", {"h0": 2}, 0.5)])
     file.write_text("when = 60\n")
     with pytest.raises(ArgumentError, match="when"):
-        read_now(file, ["a"])
+        read_now(file)
     with pytest.raises(DataError, match="cannot be read"):
-        read_now(tmp_path / "none.toml", ["a"])
+        read_now(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(
