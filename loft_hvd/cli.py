@@ -304,7 +304,7 @@ def _plan_many(
     if files.check is not None:
         raise UsageError(
             "plan: --check is of one job; name it with --job, and leave away --policy, "
-            "--solver, --model, --slot, --horizon and --now"
+            "--model, --slot, --horizon and --now"
         )
     of_one = {"--emit": files.emit, "--sizes": files.sizes_file}
     asked = [option for option, value in of_one.items() if value is not None]
@@ -698,7 +698,6 @@ def _add_fleet_commands(app: typer.Typer) -> None:
         policy: str = typer.Option(
             None, help="Of many jobs: price (the default), fifo, drf, dorm, oasis or las."
         ),
-        solver: str = typer.Option(None, help="Of many jobs: fill (the default), milp or round."),
         model: str = typer.Option(
             None, help="Speeds of many jobs: ours (the default), ps or ring."
         ),
@@ -711,12 +710,11 @@ def _add_fleet_commands(app: typer.Typer) -> None:
         """Say which hosts a job should take, with what sizes; of several jobs, which run when."""
         from loft_hvd.fleet.many import ManyOptions
 
-        given = (policy, solver, model, slot_s, horizon_s, now)
+        given = (policy, model, slot_s, horizon_s, now)
         is_many = any(each is not None for each in given)
         files = _PlanFiles(json_file, sizes, page, emit, image, check, now, is_many)
         options = ManyOptions(
             policy or "price",
-            solver or "fill",
             model or "ours",
             slot_s,
             horizon_s,
@@ -949,11 +947,12 @@ def _bench_app() -> typer.Typer:
         policies: str = typer.Option("", help="Of price,fifo,drf,dorm,oasis,las; all."),
         reserve: float = typer.Option(RESERVE, min=0.0, help="How high lowest prices are."),
         scale: float = typer.Option(1.0, min=1e-6, help="What prices are multiplied by."),
+        solver: str = typer.Option("fill", help="Of workers and servers: fill, milp or round."),
         json_file: str = json_option,
     ) -> None:
         """Plan made-up jobs that arrive at a cluster, by all policies, beside a bound on worth."""
         names = _names(policies) or tuple(POLICIES)
-        chosen = TraceBench(_names(settings), seeds, names, reserve, scale)
+        chosen = TraceBench(_names(settings), seeds, names, reserve, scale, solver)
         raise typer.Exit(commands.bench_plan(chosen, json_file=json_file, show=_print_table))
 
     return app

@@ -20,6 +20,7 @@ from loft_hvd.errors import ArgumentError
 from loft_hvd.fleet.bounds import fluid_bound, gang_optimum
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import RESERVE
+from loft_hvd.fleet.solvers import PACKING_SOLVERS
 from loft_hvd.fleet.speeds import ParameterServers, Ring
 from loft_hvd.fleet.timeline import Demand, Ints, Outcome, Value, Workload
 
@@ -224,11 +225,13 @@ class TraceBench:
     policies: tuple[str, ...] = tuple(POLICIES)
     reserve: float = RESERVE  # of the prices, and what they are multiplied by
     scale: float = 1.0
+    solver: str = "fill"
 
     def __post_init__(self) -> None:
         for what, names, known in (
             ("settings", self.settings, SETTINGS),
             ("policies", self.policies, POLICIES),
+            ("solver", (self.solver,), PACKING_SOLVERS),
         ):
             for name in names:
                 if name not in known:
@@ -251,11 +254,12 @@ def _measure(bench: TraceBench, setting: TraceSetting, seed: int) -> dict[str, A
     row: dict[str, Any] = {"seed": seed, "bound": fluid_bound(workload), "policies": {}}
     if setting.has_optimum:
         row["optimum"] = gang_optimum(workload, limit_s=_PROOF_S)
+    options = Options(
+        PACKING_SOLVERS[bench.solver], reserve=bench.reserve, scale=bench.scale, explains=False
+    )
     for policy in bench.policies:
         before = time.perf_counter()
-        outcomes = plan_all(
-            policy, workload, Options(reserve=bench.reserve, scale=bench.scale, explains=False)
-        )
+        outcomes = plan_all(policy, workload, options)
         seconds = time.perf_counter() - before
         row["policies"][policy] = _summary(outcomes, row["bound"], seconds)
     return row

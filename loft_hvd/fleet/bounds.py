@@ -16,6 +16,8 @@ from loft_hvd.fleet.timeline import Demand, Workload
 
 __all__ = ["fluid_bound", "gang_optimum"]
 
+_WHAT = "a bound on worth"
+
 
 def fluid_bound(workload: Workload) -> float:
     """Return a bound for all policies, also those that change workers in each slot.
@@ -51,8 +53,9 @@ def fluid_bound(workload: Workload) -> float:
         return 0.0
     low = np.full(num_jobs + len(total) * num_slots, -np.inf)
     high = np.concatenate([np.ones(num_jobs), np.repeat(total, num_slots)])
-    rows = sparse_rows(cells, (len(low), at))
-    found, x = solve(Program(np.concatenate(costs), rows, low, high, np.concatenate(most)))
+    rows = sparse_rows(cells, (len(low), at), what=_WHAT)
+    program = Program(np.concatenate(costs), rows, low, high, np.concatenate(most))
+    found, x = solve(program, what=_WHAT)
     if x is None:
         raise PlanError(f"HiGHS found no bound for {num_jobs} jobs in {num_slots} slots in time")
     return -found
@@ -108,7 +111,7 @@ def gang_optimum(workload: Workload, *, limit_s: float, is_whole: bool = True) -
     if not at:
         return 0.0
     high = np.concatenate([np.ones(num_jobs), np.repeat(total, num_slots)])
-    rows = sparse_rows(cells, (len(high), at))
+    rows = sparse_rows(cells, (len(high), at), what=_WHAT)
     program = Program(np.concatenate(costs), rows, np.full(len(high), -np.inf), high, np.ones(at))
-    found, x = solve(program, is_whole=is_whole, limit_s=limit_s)
+    found, x = solve(program, what=_WHAT, is_whole=is_whole, limit_s=limit_s)
     return None if x is None else -found

@@ -29,7 +29,6 @@ from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import PriceRange, price_range
 from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import JobPlan, scenario_of, show_time
-from loft_hvd.fleet.solvers import SOLVERS
 from loft_hvd.fleet.timeline import (
     Demand,
     Ints,
@@ -53,7 +52,6 @@ class ManyOptions:
     """How many jobs are planned."""
 
     policy: str = "price"
-    solver: str = "fill"
     model: str = "ours"
     slot_s: float | None = None  # None: a part of the time looked at
     horizon_s: float | None = None  # None: by what the jobs take
@@ -63,7 +61,6 @@ class ManyOptions:
     def __post_init__(self) -> None:
         for what, value, known in (
             ("policy", self.policy, POLICIES),
-            ("solver", self.solver, SOLVERS),
             ("model", self.model, SPEEDS),
         ):
             if value not in known:
@@ -246,7 +243,7 @@ def plan_many(
     prices = None
     if options.policy in ("price", "oasis"):
         prices = price_range(workload)
-    outcomes = plan_all(options.policy, workload, Options(SOLVERS[options.solver], prices))
+    outcomes = plan_all(options.policy, workload, Options(prices=prices))
     return ManyPlan(
         fleet,
         machines,
@@ -460,7 +457,6 @@ def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
     hourly = None if plan.prices is None else plan.prices.times(_HOUR_S / plan.slot_s)
     return {
         "policy": plan.options.policy,
-        "solver": plan.options.solver,
         "model": plan.options.model,
         "now_s": plan.now_s,
         "slot_s": plan.slot_s,

@@ -349,7 +349,8 @@ def _used_most(
         np.concatenate([np.broadcast_to(high, len(row)) for row, _, high in rows]),
         np.concatenate([most, np.ones(2 * num)]),
     )
-    _, x = solve(program, is_whole=True, limit_s=2.0)
+    what = "--policy dorm, alone of all policies,"
+    _, x = solve(program, what=what, is_whole=True, limit_s=2.0)
     if x is None:
         return fair
     counts = [round(each) for each in x[:num]]

@@ -20,10 +20,10 @@ import numpy as np
 
 from loft_hvd.balance.plan import Floats
 from loft_hvd.errors import MissingDependencyError
-from loft_hvd.fleet.timeline import Ints
+from loft_hvd.fleet.timeline import ROUNDING, Ints
 
 __all__ = [
-    "SOLVERS",
+    "PACKING_SOLVERS",
     "Packing",
     "Program",
     "Solver",
@@ -35,7 +35,7 @@ __all__ = [
     "sparse_rows",
 ]
 
-_NEAR = 1e-6  # of whole numbers and of constraints, as HiGHS has it
+_NEAR = 1e-6  # of costs, as HiGHS has it
 _LIMIT_S = 20.0  # of one program
 _TRIES, _FAILURE = 50, 0.5  # of the rounding; the chance of a bad draw that scales are made for
 
@@ -63,7 +63,7 @@ class Packing:
         """Say whether all processes are placed, and no machine is over its room."""
         uses = placement.T @ self.needs  # [H, R]
         is_whole = np.array_equal(placement.sum(axis=1), self.counts) and placement.min() >= 0
-        return bool(is_whole and np.all(uses <= self.room * (1.0 + _NEAR) + 1e-12))
+        return bool(is_whole and np.all(uses <= self.room * (1.0 + ROUNDING)))
 
     def program(self) -> Program:
         """Return it in the form of ``solve``; variables are the placement, row by row."""
@@ -110,7 +110,7 @@ def fill(packing: Packing) -> Ints | None:
     for kind, count in enumerate(packing.counts):
         needs = packing.needs[kind]
         asked = needs > 0
-        rooms = np.floor(np.min(free[:, asked] / needs[asked] * (1.0 + 1e-9), axis=1))
+        rooms = np.floor(np.min(free[:, asked] / needs[asked] * (1.0 + ROUNDING), axis=1))
         left = count
         for at in np.argsort(packing.costs[kind], kind="stable"):
             taken = min(left, max(int(rooms[at]), 0))
@@ -135,7 +135,7 @@ def evenly(packing: Packing, *, each: int, solver: Solver = fill) -> Ints | None
     (count,), needs = packing.counts, each * packing.needs
     if count % each:
         return None
-    fits = np.all(packing.room * (1.0 + 1e-9) >= needs, axis=1)
+    fits = np.all(packing.room * (1.0 + ROUNDING) >= needs, axis=1)
     placement = solver(
         Packing(np.where(fits[:, None], needs, 0.0), packing.prices, needs, (count // each,))
     )
@@ -148,8 +148,8 @@ def milp(packing: Packing) -> Ints | None:
     if len(packing.counts) == 1:  # ``fill`` is exact
         return known
     program = packing.program()
-    bound, _ = solve(program)
-    found, x = solve(program, is_whole=True)
+    bound, _ = solve(program, what="--solver milp")
+    found, x = solve(program, what="--solver milp", is_whole=True)
     if x is None:
         return known  # none fits, or it was out of time
     placement = np.rint(x).astype(np.int64).reshape(packing.costs.shape)
@@ -185,7 +185,7 @@ def rounded(packing: Packing, *, seed: int = 0) -> Ints | None:
     """
     if len(packing.counts) == 1:
         return fill(packing)
-    _, x = solve(packing.program())
+    _, x = solve(packing.program(), what="--solver round")
     if x is None:
         return milp(packing)
     fractions = np.maximum(x.reshape(packing.costs.shape), 0.0)
@@ -216,23 +216,24 @@ def _trimmed(packing: Packing, placement: Ints) -> Ints:
     return placement
 
 
-SOLVERS: dict[str, Solver] = {"fill": fill, "milp": milp, "round": rounded}
+PACKING_SOLVERS: dict[str, Solver] = {"fill": fill, "milp": milp, "round": rounded}
 
 
-def _scipy() -> tuple[Any, Any]:
-    """Return scipy.optimize and scipy.sparse."""
+def _scipy(what: str) -> tuple[Any, Any]:
+    """Return scipy.optimize and scipy.sparse; ``what`` needs them."""
     try:
         return importlib.import_module("scipy.optimize"), importlib.import_module("scipy.sparse")
     except ImportError as error:
         raise MissingDependencyError(
-            f"this solver needs scipy ({error}): pip install 'loft-hvd[plan]', or '.[plan]' in a "
-            "checkout; --solver fill does without"
+            f"{what} needs scipy ({error}): pip install 'loft-hvd[plan]', or '.[plan]' in a "
+            "checkout"
         ) from error
 
 
 def solve(
     program: Program,
     *,
+    what: str,
     is_whole: bool | Floats = False,
     limit_s: float = _LIMIT_S,
 ) -> tuple[float, Floats | None]:
@@ -240,13 +241,14 @@ def solve(
 
     Args:
         program: what to solve.
+        what: for whom, as the user calls it; of an error.
         is_whole: whether variables are whole numbers, all or one by one.
         limit_s: longest time; a solution that is not proven by then is none.
 
     Raises:
         MissingDependencyError: scipy is not installed.
     """
-    optimize, _ = _scipy()
+    optimize, _ = _scipy(what)
     found = optimize.milp(
         program.costs,
         constraints=optimize.LinearConstraint(program.rows, program.low, program.high),
@@ -259,7 +261,9 @@ def solve(
     return float(found.fun), np.asarray(found.x)
 
 
-def sparse_rows(cells: Sequence[tuple[Ints, Ints, Floats]], shape: tuple[int, int]) -> Any:
+def sparse_rows(
+    cells: Sequence[tuple[Ints, Ints, Floats]], shape: tuple[int, int], *, what: str
+) -> Any:
     """Return a matrix of rows, columns and values; 0 elsewhere."""
     rows, columns, values = (np.concatenate(each) for each in zip(*cells, strict=True))
-    return _scipy()[1].csr_matrix((values, (rows, columns)), shape=shape)
+    return _scipy(what)[1].csr_matrix((values, (rows, columns)), shape=shape)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from loft_hvd.balance.plan import Floats
 
 __all__ = [
+    "ROUNDING",
     "Bools",
     "Change",
     "Demand",
@@ -34,7 +35,7 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-_ROUNDING = 1e-9  # relative: sums of needs against capacities
+ROUNDING = 1e-9  # relative: sums of needs against capacities, wherever these are compared
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ class Value:
     def at(self, duration: Floats) -> Floats:
         """Return the worth of each duration, in the array's shape."""
         if self.is_whole:
-            duration = np.ceil(duration - _ROUNDING)
+            duration = np.ceil(duration - ROUNDING)
         share: Floats = np.ones_like(duration, dtype=np.float64)
         if self.urgency:
             share = 1.0 / (1.0 + np.exp(np.clip(self.urgency * (duration - self.wished), -60, 60)))
-        late: Floats = np.where(duration <= self.deadline * (1.0 + _ROUNDING), share, 0.0)
+        late: Floats = np.where(duration <= self.deadline * (1.0 + ROUNDING), share, 0.0)
         return self.top * late
 
 
@@ -189,7 +190,7 @@ class Timeline:
     def room(self, needs: Floats) -> Floats:
         """Return how many processes with such needs, [R], find room, [H, T]."""
         rooms = [
-            (self.capacity[:, at, None] * (1.0 + _ROUNDING) - self.used[:, at]) / need
+            (self.capacity[:, at, None] * (1.0 + ROUNDING) - self.used[:, at]) / need
             for at, need in enumerate(needs)
             if need > 0
         ]
@@ -200,7 +201,7 @@ class Timeline:
 
     def free(self, first: int, last: int) -> Floats:
         """Return what is free in all of ``first <= slot < last``, [H, R]."""
-        free: Floats = self.capacity - self.used[:, :, first:last].max(axis=2)
+        free: Floats = np.maximum(self.capacity - self.used[:, :, first:last].max(axis=2), 0.0)
         return free
 
     def take(self, demand: Demand, stretch: Stretch) -> None:
@@ -211,7 +212,7 @@ class Timeline:
         """
         uses = np.einsum("kh,kr->hr", stretch.placement, demand.needs)
         after = self.used[:, :, stretch.first : stretch.last] + uses[:, :, None]
-        assert np.all(after <= self.capacity[:, :, None] * (1.0 + 2 * _ROUNDING)), demand.name
+        assert np.all(after <= self.capacity[:, :, None] * (1.0 + 2 * ROUNDING)), demand.name
         self.used[:, :, stretch.first : stretch.last] = after
         if stretch.last > self.num_slots:
             self._beyond.append((demand, stretch))

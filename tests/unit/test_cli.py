@@ -14,7 +14,9 @@ from loft_hvd import cli
 from loft_hvd.doctor import inspect as doctor
 from loft_hvd.doctor.inspect import DoctorFinding, HorovodBuild, Section
 from loft_hvd.doctor.run import RunResult
-from loft_hvd.errors import LoftError, MissingDependencyError
+from loft_hvd.errors import ArgumentError, LoftError, MissingDependencyError
+from loft_hvd.fleet.solvers import PACKING_SOLVERS, Packing, fill
+from loft_hvd.fleet.timeline import Ints
 from loft_hvd.simulate.scenario import read_scenario, shipped_scenarios
 from tests.support.pages import blocks_of, read_page
 
@@ -398,17 +400,32 @@ def test_plan_without_a_name_plans_all_jobs(app: typer.Typer, tmp_path: Path) ->
 
 
 def test_bench_plan_prints_all_policies_and_keeps_a_record(
-    app: typer.Typer, tmp_path: Path
+    app: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("scipy", reason="the bound is a linear program")
     file = tmp_path / "plan.json"
+    asked: list[Packing] = []
+
+    def solver(packing: Packing) -> Ints | None:
+        asked.append(packing)
+        return fill(packing)
+
+    monkeypatch.setitem(PACKING_SOLVERS, "round", solver)
     words = ["--settings", "20x4-50", "--policies", "price,fifo", "--seeds", "1"]
+    words += ["--solver", "round"]
     result = CliRunner().invoke(app, ["bench", "plan", *words, "--json", str(file)])
     assert result.exit_code == 0, result.output
     assert "price/it" in result.output
     found = json.loads(file.read_text())
+    assert asked
+    assert found["bench"]["solver"] == "round"
     summary = found["summary"]["20x4-50"]
     assert 1.0 >= summary["price"]["share"] > summary["fifo"]["share"] > 0.0
+
+
+def test_bench_plan_refuses_a_solver_that_is_none(app: typer.Typer) -> None:
+    with pytest.raises(ArgumentError, match=r"solver 'x' is none of \['fill', 'milp', 'round'\]"):
+        CliRunner().invoke(app, ["bench", "plan", "--solver", "x"], catch_exceptions=False)
 
 
 def test_a_job_beside_others_starts_where_their_plan_has_it(

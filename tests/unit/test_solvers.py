@@ -7,15 +7,18 @@ import math
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from loft_hvd.errors import MissingDependencyError
 from loft_hvd.fleet import solvers
+from loft_hvd.fleet.policies import Options, plan_all
 from loft_hvd.fleet.solvers import Packing, fill, milp, rounded
 from loft_hvd.fleet.speeds import ParameterServers, Ring
-from loft_hvd.fleet.timeline import Ints
+from loft_hvd.fleet.timeline import Ints, Stretch, Timeline
+from tests.support.demands import random_workload
 
 pytest.importorskip("scipy", reason="the solvers are the extra [plan]")
 
@@ -118,9 +121,9 @@ def test_an_answer_of_highs_that_is_spoiled_is_refused(
     honest = solvers.solve
 
     def lying(
-        program: solvers.Program, *, is_whole: bool = False, limit_s: float = 1.0
+        program: solvers.Program, *, what: str, is_whole: bool = False
     ) -> tuple[float, np.ndarray | None]:
-        found, x = honest(program, is_whole=is_whole, limit_s=limit_s)
+        found, x = honest(program, what=what, is_whole=is_whole)
         assert x is not None
         return (found, spoil(x)) if is_whole else (found, x)
 
@@ -136,9 +139,9 @@ def test_a_cost_below_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     honest = solvers.solve
 
     def lying(
-        program: solvers.Program, *, is_whole: bool = False, limit_s: float = 1.0
+        program: solvers.Program, *, what: str, is_whole: bool = False
     ) -> tuple[float, np.ndarray | None]:
-        found, x = honest(program, is_whole=is_whole, limit_s=limit_s)
+        found, x = honest(program, what=what, is_whole=is_whole)
         return (found, x) if is_whole else (found + 100.0, x)
 
     monkeypatch.setattr(solvers, "solve", lying)
@@ -151,6 +154,43 @@ def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(MissingDependencyError, match=r"loft-hvd\[plan\]"):
         milp(_random_packing(0))
     assert fill(_random_packing(0, kinds=1)) is not None
+    workload = random_workload(0)
+    with pytest.raises(MissingDependencyError, match="--policy dorm, alone of all policies, needs"):
+        plan_all("dorm", workload, Options())
+    assert len(plan_all("drf", workload, Options())) == len(workload.demands)
+
+
+def test_what_fits_a_machine_s_room_can_be_promised_on_it() -> None:
+    demand = replace(random_workload(1, has_servers=False).demands[0], needs=np.array([[1.0]]))
+    timeline = Timeline(np.array([[3.0 * (1.0 - 1e-10)]]), 1)
+    packing = Packing(timeline.free(0, 1), np.ones((1, 1)), demand.needs, (3,))
+    found = fill(packing)
+    assert found is not None
+    assert packing.fits(found)
+    timeline.take(demand, Stretch(0, 1, found))
+    nothing = Packing(timeline.free(0, 1), np.ones((1, 1)), demand.needs, (0,))
+    assert nothing.fits(0 * found)
+
+
+def test_what_cannot_be_promised_on_a_machine_does_not_fit() -> None:
+    demand = replace(random_workload(1, has_servers=False).demands[0], needs=np.array([[1.0]]))
+    timeline, placement = Timeline(np.array([[3.0 * (1.0 - 1e-8)]]), 1), np.array([[3]])
+    packing = Packing(timeline.free(0, 1), np.ones((1, 1)), demand.needs, (3,))
+    assert not packing.fits(placement)
+    with pytest.raises(AssertionError):
+        timeline.take(demand, Stretch(0, 1, placement))
+
+
+@pytest.mark.parametrize("policy", ["price", "fifo", "oasis"])
+def test_policies_place_by_the_solver_that_is_chosen(policy: str) -> None:
+    asked: list[Packing] = []
+
+    def solver(packing: Packing) -> Ints | None:
+        asked.append(packing)
+        return fill(packing)
+
+    plan_all(policy, random_workload(3, has_servers=True), Options(solver, explains=False))
+    assert asked
 
 
 def test_parameter_servers_do_as_many_samples_as_their_closed_form_says() -> None:
