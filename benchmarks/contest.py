@@ -4,8 +4,8 @@
 
 160 hosts that somebody else uses too (waves, interference, stolen time, leaks, throttling, caches,
 changes at once) and 40 clusters of ``loft-hvd simulate --random``, each with 5 seeds of noise,
-events and samples. Runs go into a file as they end. Those that it has are not made again: call it
-until none is left.
+events and samples. Runs go into a file as they end, with their commit and number of steps. Those
+that it has are not made again: call it until none is left. Runs of another commit are refused.
 
 What a plan saved is the share of a step between its sizes and those before it, in the same steps
 with the same noise.
@@ -20,10 +20,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from loft_hvd.bench.record import check_writable, write_record
+from loft_hvd.bench.record import check_writable, current_commit, write_record
+from loft_hvd.errors import DataError
 from loft_hvd.simulate.compare import random_scenario
 from loft_hvd.simulate.scenario import Scenario
 from loft_hvd.simulate.simulation import ORACLE, simulate
@@ -123,6 +125,24 @@ def summarise(found: Sequence[Outcome]) -> dict[str, float]:
     }
 
 
+def _read_runs(path: Path, made_by: dict[str, Any]) -> dict[tuple[str, int], Outcome]:
+    """Return the runs of a file, all of one commit and number of steps."""
+    found: dict[tuple[str, int], Outcome] = {}
+    if not path.exists():
+        return found
+    for line in path.read_text(encoding="utf-8").splitlines():
+        told = json.loads(line)
+        maker = {name: told.pop(name, None) for name in made_by}
+        if maker != made_by:
+            raise DataError(
+                f"contest: {str(path)!r} has runs of {maker}, and this is {made_by}; name another "
+                "file, or check that commit out"
+            )
+        outcome = Outcome(**told)
+        found[outcome.name, outcome.seed] = outcome
+    return found
+
+
 def _kind(outcome: Outcome) -> str:
     return outcome.name.split()[2] if outcome.name.startswith("rough") else "random"
 
@@ -144,11 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="the file for the summary")
     asked = parser.parse_args(arguments)
     check_writable(asked.runs, asked.json)
-    found: dict[tuple[str, int], Outcome] = {}
-    if asked.runs.exists():
-        for line in asked.runs.read_text(encoding="utf-8").splitlines():
-            outcome = Outcome(**json.loads(line))
-            found[outcome.name, outcome.seed] = outcome
+    made_by = {"commit": current_commit(), "steps": STEPS}
+    found = _read_runs(asked.runs, made_by)
     until = time.monotonic() + 60 * asked.minutes
     with asked.runs.open("a", encoding="utf-8") as file:
         for scenario, seed in entries():
@@ -157,8 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if time.monotonic() > until:
                 break
             outcome = found[scenario.name, seed] = run(scenario, seed)
-            file.write(json.dumps(asdict(outcome)) + "\n")
+            file.write(json.dumps(made_by | asdict(outcome)) + "\n")
             file.flush()
+    if not found:
+        raise DataError(f"contest: no run was begun in --minutes {asked.minutes:g}; give more")
     kinds = dict.fromkeys(_kind(each) for each in found.values())
     summary = {kind: summarise([v for v in found.values() if _kind(v) == kind]) for kind in kinds}
     summary["all"] = summarise(list(found.values()))

@@ -17,7 +17,7 @@ from loft_hvd.errors import DataError
 from loft_hvd.files import write_whole
 from loft_hvd.topology import allowed_cpus
 
-__all__ = ["check_writable", "describe_machine", "write_record"]
+__all__ = ["check_writable", "current_commit", "describe_machine", "write_record"]
 
 
 def describe_machine() -> dict[str, Any]:
@@ -60,7 +60,7 @@ def write_record(
     """
     record = {
         "command": " ".join(command),
-        "commit": _commit(),
+        "commit": current_commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": describe_machine(),
         **results,
@@ -78,7 +78,7 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _commit() -> str:
+def current_commit() -> str:
     """Return the commit of the source tree, "unknown" outside one; marked when it has changes."""
     # --exclude "*" leaves tags out: a hash names one commit, a tag and a count need the tag.
     here = Path(__file__).resolve().parent

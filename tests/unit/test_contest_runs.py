@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks import contest
 from benchmarks.contest import Outcome
+from loft_hvd.bench.record import current_commit
+from loft_hvd.errors import DataError
 from tests.support.scenarios import rough_scenario
 
 
@@ -33,13 +35,33 @@ def test_runs_that_a_file_has_are_not_made_again(
     scenario = replace(rough_scenario(4, steps=100), name="rough 4 thermal")
     monkeypatch.setattr(contest, "entries", lambda: iter([(scenario, 0), (scenario, 1)]))
     runs, summary = tmp_path / "runs.jsonl", tmp_path / "contest.json"
-    runs.write_text(json.dumps(asdict(replace(outcome(0.5), name=scenario.name))) + "\n")
+    made_by = {"commit": current_commit(), "steps": contest.STEPS}
+    first = asdict(replace(outcome(0.5), name=scenario.name))
+    runs.write_text(json.dumps(made_by | first) + "\n")
     for _ in range(2):
         assert contest.main([str(runs), "--json", str(summary)]) == 0
-    lines = [Outcome(**json.loads(line)) for line in runs.read_text().splitlines()]
+    told = [json.loads(line) for line in runs.read_text().splitlines()]
+    assert all(made_by.items() <= each.items() for each in told)
+    lines = [Outcome(**{k: v for k, v in each.items() if k not in made_by}) for each in told]
     assert [(each.name, each.seed) for each in lines] == [(scenario.name, 0), (scenario.name, 1)]
     assert lines[0].above == 0.5
     assert abs(lines[1].above) < 0.2
-    told = json.loads(summary.read_text())
-    assert told["percent"]["all"]["num_runs"] == 2
-    assert told["worst"][0]["above"] == 0.5
+    record = json.loads(summary.read_text())
+    assert record["percent"]["all"]["num_runs"] == 2
+    assert record["worst"][0]["above"] == 0.5
+
+
+@pytest.mark.parametrize("other", [{"commit": "0123abc"}, {"steps": 7}, {"commit": None}])
+def test_runs_of_another_commit_or_length_are_refused(
+    other: dict[str, object], tmp_path: Path
+) -> None:
+    made_by = {"commit": current_commit(), "steps": contest.STEPS} | other
+    runs = tmp_path / "runs.jsonl"
+    runs.write_text(json.dumps(made_by | asdict(outcome(0.5))) + "\n")
+    with pytest.raises(DataError, match=r"has runs of .* name another file"):
+        contest.main([str(runs), "--minutes", "0"])
+
+
+def test_no_run_in_time_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no run was begun in --minutes 0"):
+        contest.main([str(tmp_path / "runs.jsonl"), "--minutes", "0"])
