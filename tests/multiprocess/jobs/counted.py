@@ -148,7 +148,8 @@ def claim_too_much(kind: str, rank: int) -> None:
         return train(kind, SIZES, 1, claim=claims)
 
     at_most, beyond = trained(most), trained(10 * most)
-    assert max_difference(beyond, at_most) == 0.0
+    # Horovod adds up in the order in which tensors happen to come together.
+    assert max_difference(beyond, at_most) <= (1e-6 if kind == "attach" else 0.0)
     if rank == 0:
         said = f"rank 3 counts {10 * most} in a step of which it has 16 samples"
         assert [said in each for each in told].count(True) == 1, told
