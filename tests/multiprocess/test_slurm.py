@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -62,17 +63,32 @@ def submit(
     """Run a batch script, by its path, to its end; return its status and what it printed."""
     script, output = folder / "train.py", folder / "job.out"
     script.write_text(text)
-    command = ["sbatch", "--wait", "--nodes=1", "--time=00:02:00", f"--output={output}", *options]
-    done = subprocess.run(
-        [*command, str(path), str(Path(sys.executable).parents[1]), str(script)],
-        env=environ_of_a_job({key: environ[key] for key in ("SLURM_CONF", "PATH")}),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    return done.returncode, done.stderr + (output.read_text() if output.exists() else "")
+    variables = environ_of_a_job({key: environ[key] for key in ("SLURM_CONF", "PATH")})
+
+    def call(*command: str) -> str:
+        done = subprocess.run(
+            command,
+            env=variables,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    command = ["sbatch", "--parsable", "--nodes=1", "--time=00:02:00", f"--output={output}"]
+    arguments = [str(path), str(Path(sys.executable).parents[1]), str(script)]
+    job, until = call(*command, *options, *arguments).strip(), time.monotonic() + 150
+    while True:  # sbatch --wait looks after 2, 12 and 42 seconds
+        shown = call("scontrol", "show", "job", job)
+        if not re.search(r"JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", shown):
+            break
+        assert time.monotonic() < until, shown
+        time.sleep(0.5)
+    (status,) = re.findall(r" ExitCode=(\d+):", shown)
+    return int(status), output.read_text() if output.exists() else ""
 
 
 @pytest.mark.long
