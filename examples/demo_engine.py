@@ -33,9 +33,9 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets it
 
     def gather(values: Tensor) -> Tensor:
         """Return the values of all ranks, [world_size, numel], from this one's, [numel]."""
-        everyone = values.new_empty(world_size() * len(values))
-        dist.all_gather_into_tensor(everyone, values)
-        return everyone.view(world_size(), -1)
+        everyone = values.new_empty(world_size(), len(values))
+        dist.all_gather(list(everyone), values)
+        return everyone
 
     def share_first_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: `make_model` gives every rank the same ones."""
