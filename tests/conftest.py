@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 
@@ -13,7 +15,12 @@ settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole claims are long, whether their tests say so or not."""
+    """Whole claims are long, and so are all but every so manieth case of a test that says so."""
+    cases: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("whole") is not None:
+        test = item.nodeid.split("[")[0]
+        sampled = item.get_closest_marker("every")
+        is_left_out = sampled is not None and cases[test] % sampled.args[0] != 0
+        cases[test] += 1
+        if is_left_out or item.get_closest_marker("whole") is not None:
             item.add_marker(pytest.mark.long)

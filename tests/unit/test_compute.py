@@ -146,6 +146,7 @@ def test_distances_are_the_definitions_bits(
     assert_same_bits(table.view(-1), torch.from_numpy(distances(list(gradients))).view(-1))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("level", [*LEVELS, "baseline"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 21])

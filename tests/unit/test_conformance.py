@@ -21,6 +21,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "world_size", [1, 2, 3, 5, 8, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 6, 7))]
 )

@@ -112,6 +112,7 @@ def by_hook(
     return found
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("front", [by_optimizer, by_hook], ids=["optimizer", "hook"])
 @pytest.mark.parametrize(("world_size", "dtype"), WORLDS, ids=str)
 @pytest.mark.parametrize(("rule", "scope"), RULES, ids=str)

@@ -32,6 +32,7 @@ def assert_alike(found: loft.Diagnostics, wanted: loft.Diagnostics) -> None:
     np.testing.assert_allclose(found.squared_distance, wanted.squared_distance, rtol=1e-12)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("weights", [None, "unequal"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 35])
@@ -46,6 +47,7 @@ def test_every_number_is_that_of_the_definition(
         assert_alike(found, as_found(gradients, result, rule, counts))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("weights", [None, "unequal"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 35])

@@ -88,6 +88,7 @@ def difference(work: Callable[[LocalTransport], Trainer], num_steps: int) -> flo
     return max(max_difference(trainer.model, alone) for trainer in trainers)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("num_ahead", [1, 2])
 @pytest.mark.parametrize("order", ["between", "before", "after"])
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -114,6 +115,7 @@ def test_an_endless_loop_that_fetches_ahead_trains_as_one_process(
     assert difference(work, 20) <= 1e-5
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("num_ahead", [1, 2])
 @pytest.mark.parametrize("kind", ["loader", "sampler"])
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -171,6 +171,7 @@ def watch(
     return tracker, warned
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("rule", "shares"),
     [
@@ -212,6 +213,7 @@ def test_shards_of_one_block_that_two_workers_lose_are_no_copies() -> None:
     assert [worker.share_copied for worker in tracker.workers] == [0.0] * 5
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("rule", RULES[:3], ids=str)
 @pytest.mark.parametrize("attack", [attacks.Scaled(), attacks.NaN(), attacks.Gaussian(10.0)])
 def test_a_wrong_worker_is_named_though_blocks_are_lost(rule: Rule, attack: attacks.Attack) -> None:

@@ -143,6 +143,7 @@ def _no_scaler_of_another_test() -> None:
     gc.collect()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("front", ["optimizer", "hook"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", PLANTS)
@@ -162,6 +163,7 @@ def test_rank_parameter_and_step_are_named_before_the_optimizer_steps(
     assert (entry["step"], entry["found"]["ranks"]) == (STEP - 1, [CULPRIT])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", [loft.Mean(), loft.Mean(reproducible=True)], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [4, 1 << 25])
 @pytest.mark.parametrize("world_size", [2, 5])

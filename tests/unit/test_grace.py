@@ -166,6 +166,7 @@ ADDED = "assert _loft.add_grace(ours.fileno(), 30.0)\n"
 TOLD = "os.kill(os.getpid(), signal.SIGTERM)\nassert theirs.recv(9) == b'T'\nprint('told')\n"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("body", "said"),
     [

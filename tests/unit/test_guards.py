@@ -70,6 +70,7 @@ def test_a_launcher_of_another_user_is_not_ours(
     assert find_launcher(11, proc=tmp_path) is None
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("program", "trap", "ends_by", "num_open"),
     [

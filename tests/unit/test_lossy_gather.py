@@ -105,6 +105,7 @@ def trained(
 BOTH = pytest.mark.parametrize("train", [with_optimizer, with_hook])
 
 
+@pytest.mark.every(3)
 @BOTH
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("rule", "scope"), RULES, ids=str)
@@ -230,6 +231,7 @@ def test_a_step_may_have_two_backward_passes(rule: Rule) -> None:
     assert not torch.equal(lossy, trained(with_optimizer, 10, 0.0, num_passes=2, rule=rule))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("wire", [loft.Compression.fp16, loft.Compression.bf16], ids=str)
 @pytest.mark.parametrize("rule", [loft.Mean(), loft.TrimmedMean(1)], ids=str)
 def test_rows_of_16_bits_lose_blocks_of_640_values(rule: Rule, wire: Any) -> None:

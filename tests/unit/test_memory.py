@@ -161,6 +161,7 @@ def test_headroom_is_left_where_memory_was_full() -> None:
     assert found[0][0] == (36, 92, 45)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("holds", "error", "message"),
     [

@@ -93,6 +93,7 @@ def short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_module, "_COMPACT_EXCHANGE_BYTES", 0)
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("short_messages")
 @pytest.mark.parametrize("compacts", COMPACTS)
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -747,6 +748,7 @@ def test_groups_of_a_mesh_exchange_among_themselves() -> None:
     assert run_ranks(4, work) == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("short_messages")
 @pytest.mark.parametrize("compacts", COMPACTS)
 @pytest.mark.parametrize("wire", [loft.Compression.none, loft.Compression.bf16])

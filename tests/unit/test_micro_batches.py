@@ -91,6 +91,7 @@ def train(
     return [p.detach() for p in model.parameters()], largest
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("num_passes", "set_to_none"), [(1, True), (2, False)])
 @pytest.mark.parametrize(
     ("sizes", "caps", "rule"),
@@ -122,6 +123,7 @@ def test_training_in_micro_batches_equals_training_without_caps(
     assert any(largest > (cap or 99) for (_, largest), cap in zip(whole, caps, strict=True))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("num_passes", [1, 2])
 @pytest.mark.parametrize(
     ("sizes", "caps", "rule", "momentum"),

@@ -371,6 +371,7 @@ SURVIVING = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("text", SURVIVING)
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -132,6 +132,7 @@ def silent(rows: Floats, random: np.random.Generator) -> Floats:
     return np.vstack([0 * rows[:1], rows[1:]])
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     "spoil", [flipped, backwards, not_finite, huge_now_and_then, copied, silent]
 )
@@ -262,6 +263,7 @@ CASES: dict[str, dict[str, Any]] = {
 _QUICK = ("mean", "trimmed mean", "averages", "hook, mean")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("case", "num_steps"),
     [

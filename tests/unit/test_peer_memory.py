@@ -111,6 +111,7 @@ def by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "_KINDS", (kind,))
 
 
+@pytest.mark.every(4)
 @needs_extension
 @pytest.mark.usefixtures("by_threads")
 @pytest.mark.parametrize("front", [by_optimizer, by_hook], ids=["optimizer", "hook"])

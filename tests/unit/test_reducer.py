@@ -37,6 +37,7 @@ def backward(params: list[torch.nn.Parameter], grads: list[Tensor]) -> None:
     torch.autograd.backward([p.view_as(p) for p in params], grads)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("rule", ["mean", "median", "trimmed_mean"])

@@ -136,6 +136,7 @@ NESTED = [
 ]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("text", NESTED)
 @pytest.mark.parametrize("more", range(9))
 @pytest.mark.parametrize("is_weighted", [False, True])

@@ -136,6 +136,7 @@ def named(world_size: int, draw: Draw, dropout: float = 0.0, **options: Any) -> 
     return [list(group.ranks) for group in reports[0].same_data]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("front", ["optimizer", "hook"])
 @pytest.mark.parametrize("world_size", [3, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda make: type(make(1)).__name__)

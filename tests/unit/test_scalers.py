@@ -92,6 +92,7 @@ def test_recipes_for_a_scaler_equal_one_process(take_step: Step, fused: bool) ->
     assert max_difference(alone, MODEL) > 0.01
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("take_step", [plain, clipped, horovods])
 def test_an_infinity_on_one_rank_skips_the_step_on_all(take_step: Step) -> None:
     alone = train(None, take_step, overflow_on=0)

@@ -21,6 +21,7 @@ _LONGEST_S = 0.01  # a search over 1,024 ranks
 solvers = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
 
 
+@pytest.mark.every(3)
 @solvers
 @pytest.mark.parametrize("overlap", OVERLAPS.values(), ids=OVERLAPS.keys())
 def test_no_sizes_are_better_than_those_of_the_search(solve: Solver, overlap: float | None) -> None:
@@ -250,6 +251,7 @@ def test_rounding_follows_the_wish_and_keeps_the_sum() -> None:
     assert np.abs(np.array(sizes) - wanted).max() < 1.0
 
 
+@pytest.mark.every(3)
 @solvers
 @pytest.mark.parametrize("source", [-1, 0, None], ids=["own links", "one source", "128 sources"])
 def test_a_thousand_ranks_take_milliseconds(solve: Solver, source: int | None) -> None:

@@ -134,6 +134,7 @@ def results_of_steps(end: Transport, rule: loft.Rule, **options: Any) -> list[Te
     return results
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("wire", [loft.Compression.none, loft.Compression.fp16])
 @pytest.mark.parametrize("has_records", [False, True])
 @pytest.mark.parametrize(

@@ -212,6 +212,7 @@ def train_buckets(
                 hook(None, bucket)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("cuts", [[], [[1, 2]], [[3], [2, 1], [1, 2]]])
 @CASES
 def test_a_ddp_hook_warns_once_too_however_its_buckets_change_at_first(

@@ -344,6 +344,7 @@ def test_where_right_rows_are_equal_the_one_that_is_not_stands_out(world_size: i
     assert tracker.named() == tracker.at_fault() == [world_size - 1]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("world_size", "f", "num_copied"),
     [
