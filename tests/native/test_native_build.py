@@ -130,6 +130,7 @@ def measured_compile_s(folder: Path) -> float:
 
 
 @pytest.mark.long
+@pytest.mark.xdist_group("release")
 @pytest.mark.timeout(2700)
 def test_cpu_half_builds_in_time_and_once(release: Path, tmp_path: Path) -> None:
     spent_s = logged_compile_s(release)
@@ -142,6 +143,7 @@ def test_cpu_half_builds_in_time_and_once(release: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.long
+@pytest.mark.xdist_group("release")
 @pytest.mark.timeout(2700)
 def test_every_kernel_is_right(release: Path) -> None:
     build(release, "check_cpu", "check_device", "check_threads")
@@ -172,6 +174,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.xdist_group("sanitized")
 @pytest.mark.timeout(2700)
 def test_sanitizers_find_nothing(sanitized: Path) -> None:
     levels = vector_levels(cpu_flags())[:2]
@@ -184,6 +187,7 @@ def test_sanitizers_find_nothing(sanitized: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.xdist_group("sanitized")
 @pytest.mark.timeout(2700)
 def test_address_sanitizer_finds_nothing_in_the_bindings(sanitized: Path) -> None:
     (library,) = sanitized.glob("_loft.*so")
@@ -222,7 +226,7 @@ def build_datagrams(folder: Path, sanitizers: str) -> None:
     build(folder, "check_datagram", "check_port")
 
 
-# With sanitizers a tenth of the random worlds: of 1,000,000 packets two seconds, or two minutes.
+# With sanitizers a tenth of the random worlds.
 @pytest.mark.long
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize(
