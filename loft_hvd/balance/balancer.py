@@ -875,7 +875,7 @@ class Balancer(NeverCopied):
         ``stall_s``: what its loader took; None, where it has none that is known, is all since the
         last step. ``is_first``: the first pass of an optimizer step stands for the step's batch.
         """
-        self._live.begin_watched_pass(samples=samples, stall_s=stall_s, is_first=is_first)
+        self._live.timer.own_batch_arrived(samples=samples, stall_s=stall_s, is_first=is_first)
 
     def fetched_ahead(self, *, stall_s: float) -> None:
         """Note that the script waited for a later batch while it computes one."""

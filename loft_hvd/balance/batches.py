@@ -294,6 +294,10 @@ class BatchQueue:
         self._last_trained = taken.step
         return taken
 
+    def pass_by(self) -> None:
+        """Note a batch of a script that is only watched, whose sizes nobody knows."""
+        self._last_trained = self.next_step
+
     def step_ended(self) -> None:
         """Note that all batches taken so far have been computed, on every rank."""
         # Only now: the reduction of a step ends on no rank before all have computed theirs.

@@ -123,6 +123,11 @@ class TimesExchange:
         """Whether times are under way that nobody has received."""
         return _TIMES in self._under_way
 
+    @property
+    def is_planning(self) -> bool:
+        """Whether a plan is under way that nobody has received."""
+        return _PLAN in self._under_way
+
     def send_times(
         self,
         sums: Floats,
@@ -517,25 +522,18 @@ class LivePlan:
         local = sizes.by_plan[self._transport.rank]
         self.timer.batch_arrived(local=local, remote=0, fetch_s=fetch_s, stall_s=fetch_s)
 
-    def begin_watched_pass(self, *, samples: int, stall_s: float | None, is_first: bool) -> None:
-        """Begin a pass of a script that is only watched; see ``StepTimer.own_batch_arrived``.
-
-        Of all passes of a step the first stands for its batch.
-        """
-        if is_first:
-            self._batches.begin_next(self.history)
-            self._batches.take()
-        self.timer.own_batch_arrived(samples=samples, stall_s=stall_s, is_first=is_first)
-
     def step_ended(self) -> None:
         """Close an optimizer step; exchange times and plans when it is time for them."""
         self.timer.step_ended(counts=self._counts())
+        if not self._options.policy.plans_batches:
+            self._batches.pass_by()
         self._batches.step_ended()
         self.num_steps += 1
         self._log.step = self.num_steps
         if not self._is_compared:
             self._compare()
-        self._take_plan()
+        if self._exchange.is_planning:
+            self._take_plan()
         # From here on everything depends on numbers that are equal on all ranks.
         if self.num_steps == self.schedule.at - 2:
             self.timer.sum_up()  # a step ahead: no step bears all that an interval's end takes
@@ -559,6 +557,8 @@ class LivePlan:
 
     def _counts(self) -> bool:
         """Say whether the step that ends now shows what the newest plan's steps take."""
+        if not self._options.policy.plans_batches:
+            return self.num_steps >= SETTLE_STEPS
         trained = self._batches.trained
         # Others are such as an epoch's last batch.
         if trained is None or trained.by_plan != self.plan.sizes:

@@ -6,6 +6,7 @@ its host, and ``StepSums`` adds steps up without those in which the script did s
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -33,6 +34,7 @@ _FEWEST = 5  # steps that say what is usual: of fewer, a pause can be the median
 # show a share of long steps to 0.6 points: of 0.18 in a longer interval, more than the fifth that
 # is trimmed is among them once in 2,000 intervals.
 _MOST = 4096
+_UNKNOWN = (math.nan,) * len(PARTS)
 _USUAL = 3.0  # times the median of "other",
 _OF_STEP = 0.5  # and of the median step, that make a pause
 
@@ -161,30 +163,32 @@ class StepSums:
     """
 
     def __init__(self) -> None:
-        # A row for each of ``SUMS``, since they are added up one by one; a column a step.
-        self._steps: Floats = np.empty((len(SUMS), _MOST))
+        self._steps = array("d")  # a row each: quicker to add to than numpy's
         self._others = array("d")  # ``other_s`` of the steps that are not kept
         self.num_steps = 0  # of the interval so far
         self._random = random.Random(0)
 
-    def add(self, row: Floats) -> None:
+    def add(self, row: Sequence[float] | Floats) -> None:
         """Add a step, in the order of ``SUMS``."""
         at, self.num_steps = self.num_steps, self.num_steps + 1
-        if at >= _MOST:  # Vitter's algorithm R (1985): each step is as likely to be kept
-            at = self._random.randrange(self.num_steps)
-            left_out = self._steps[:, at] if at < _MOST else row
-            self._others.append(left_out[SUM["other_s"]])
         if at < _MOST:
-            self._steps[:, at] = row
+            self._steps.extend(row)
+            return
+        at = self._random.randrange(self.num_steps)
+        if at < _MOST:  # Vitter's algorithm R (1985): each step is as likely to be kept
+            place = slice(at * len(SUMS), (at + 1) * len(SUMS))
+            row, self._steps[place] = self._steps[place], array("d", row)
+        self._others.append(row[SUM["other_s"]])
 
     def clear(self) -> None:
         """Forget the interval's steps."""
         self.num_steps = 0
-        self._others = array("d")
+        self._steps, self._others = array("d"), array("d")
 
     def take(self) -> Floats:
         """Return the sums, [len(SUMS)], and start afresh."""
-        steps = self._steps[:, : self.num_steps]  # [26, num_steps], at most all
+        # [26, num_steps], at most all: they are added up one of ``SUMS`` after the other.
+        steps = np.array(self._steps).reshape(-1, len(SUMS)).T.copy()
         others = np.array(self._others)
         self.clear()
         if steps.shape[1] < _FEWEST:
@@ -243,7 +247,7 @@ def _add_up(steps: Floats) -> Floats:
 
 @dataclass
 class _Step:
-    """What is known of one step; amounts by the names of ``SUMS``."""
+    """What is known of one step; amounts by the names of ``SUMS``, and in their order."""
 
     amounts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
     spans: list[Span] = field(default_factory=list)  # of its batches, on a device
@@ -252,16 +256,12 @@ class _Step:
     is_left_out: bool = False
     number: int = 0  # among all steps that have ended, on every rank alike
 
-    def add(self, **amounts: float) -> None:
-        for name, amount in amounts.items():
-            self.amounts[name] += amount
-
     @property
     def is_known(self) -> bool:
         """Whether the device has finished what the host queued."""
-        return all(span.is_over for span in self.spans)
+        return not self.spans or all(span.is_over for span in self.spans)
 
-    def row(self) -> Floats:
+    def row(self) -> list[float]:
         """Return the amounts in the order of ``SUMS``, [26]."""
         amounts = self.amounts
         if self.spans:
@@ -277,13 +277,12 @@ class _Step:
             forward_s = sum(span.forward_s for span in self.spans)
             amounts["forward_s"] = min(forward_s, amounts["compute_s"])
             amounts["queued_s"] = 0.0  # the host's queue for a CPU does not slow its device
-        parts = ("stall_s", "compute_s", "queued_s", "wait_s")
-        spent = sum(amounts[part] for part in parts)
-        amounts["other_s"] = max(0.0, amounts["wall_s"] - spent)
         own_s = amounts["stall_s"] + amounts["compute_s"]
+        spent = own_s + amounts["queued_s"] + amounts["wait_s"]
+        amounts["other_s"] = max(0.0, amounts["wall_s"] - spent)
         # A step of several passes counts as that many batches, each of own_s / steps seconds.
         amounts["busy_s2"] = own_s**2 / amounts["steps"]
-        return np.array([amounts[name] for name in SUMS])
+        return list(amounts.values())
 
     def parts(self) -> list[float]:
         """Return the seconds of each of ``PARTS``, once ``row`` has been worked out."""
@@ -319,7 +318,7 @@ class StepTimer:
         self._summed: Floats | None = None  # [26], of steps that nobody has taken
         self._unknown: deque[_Step] = deque()  # steps that the device has not finished
         self._num_ended = 0  # steps, counted or not
-        self._recent = np.full((RECENT, len(PARTS)), np.nan)  # step k in row k % RECENT
+        self._recent: list[Sequence[float]] = [_UNKNOWN] * RECENT  # step k at k % RECENT
         self._step_began: float | None = None
         self._excluded_s = 0.0
         self._num_excluding = 0  # blocks of ``exclude`` that are open
@@ -355,7 +354,7 @@ class StepTimer:
         self, *, local: int, remote: int, fetch_s: float, stall_s: float, cached: int = 0
     ) -> None:
         """Note that a batch is here, and what fetching it took, in the words of ``RankTimes``."""
-        self._arrive(stall_s)
+        self._arrive(stall_s, self._queued_s())
         self.batch_joined(local=local, remote=remote, cached=cached, fetch_s=fetch_s)
 
     def own_batch_arrived(self, *, samples: int, stall_s: float | None, is_first: bool) -> None:
@@ -368,47 +367,59 @@ class StepTimer:
             is_first: whether it is the first pass of its step.
         """
         self._is_watched, queued = True, 0.0
+        queue_s = self._queued_s()
         if is_first and (since := self.since_step_s()) is not None:
-            queued = min(max(0.0, self._queued_s() - self._queue_at_end), since)
+            queued = min(max(0.0, queue_s - self._queue_at_end), since)
             stall_s = since - queued if stall_s is None else min(stall_s, since - queued)
         elif is_first:
             self.leave_out()
         stall_s = stall_s or 0.0
-        self._arrive(stall_s)
-        self._step.add(queued_s=queued, fetch_s=stall_s, samples=samples, local=samples)
-        self._step.add(steps=1 if is_first else 0)
+        self._arrive(stall_s, queue_s)
+        amounts = self._step.amounts
+        amounts["queued_s"] += queued
+        amounts["fetch_s"] += stall_s
+        amounts["samples"] += samples
+        amounts["local"] += samples
+        amounts["steps"] += is_first
 
-    def _arrive(self, stall_s: float) -> None:
+    def _arrive(self, stall_s: float, queue_s: float) -> None:
         self.computing_ended()
         now = self._clock()
         if self._step_began is None:
             self._step_began = now - stall_s
             self._waits_before, self._excluded_waits_s = totals(), 0.0
-        self._step.add(stall_s=stall_s)
+        self._step.amounts["stall_s"] += stall_s
         self._batch_stalled_s = 0.0
         self._arrived = now - self._excluded_s
         self._waited_at_arrival, self._batch_waited_s = self._waited_s(), 0.0
         self._batch_thread, self._queue_at_wait = threading.get_ident(), None
-        self._queue_at_arrival = self._queued_s()
+        self._queue_at_arrival = queue_s
         self._queue_at_computed = self._batch_forward_s = None
         if self.device_clock is not None:
             self.device_clock.arrived()
 
     def batch_joined(self, *, local: int, remote: int, fetch_s: float, cached: int = 0) -> None:
         """Note one more batch that is computed from here on, on the clock of the one before it."""
-        samples = local + remote
-        self._step.add(steps=1, samples=samples, local=local, remote=remote, cached=cached)
-        self._step.add(fetch_s=fetch_s)
+        amounts = self._step.amounts
+        amounts["steps"] += 1
+        amounts["samples"] += local + remote
+        amounts["local"] += local
+        amounts["remote"] += remote
+        amounts["cached"] += cached
+        amounts["fetch_s"] += fetch_s
 
     def fetched_ahead(self, *, stall_s: float) -> None:
         """Note that the script waited for a batch that is computed later, beside the newest one."""
         if self.device_clock is None:  # a device computes on meanwhile
-            self._step.add(stall_s=stall_s)
+            self._step.amounts["stall_s"] += stall_s
             self._batch_stalled_s += stall_s
 
     def _queued_s(self) -> float:
         """Return how long the batch's thread has queued for a CPU by now, but for its waits."""
-        return self._queue_clock() - self._queue_in_waits_s
+        queue_s = self._queue_at_wait  # it stands still in a wait
+        if queue_s is None or threading.get_ident() != self._batch_thread:
+            queue_s = self._queue_clock()
+        return queue_s - self._queue_in_waits_s
 
     def wait_began(self) -> None:
         """Note that a thread waits: what it queues for, as it asks on and on, is no computing."""
@@ -458,7 +469,10 @@ class StepTimer:
         queued = min(self._queue_at_computed - self._queue_at_arrival, self._batch_compute_s)
         compute_s = self._batch_compute_s - queued
         forward_s = min(self._batch_forward_s or 0.0, compute_s)
-        self._step.add(compute_s=compute_s, queued_s=queued, forward_s=forward_s)
+        amounts = self._step.amounts
+        amounts["compute_s"] += compute_s
+        amounts["queued_s"] += queued
+        amounts["forward_s"] += forward_s
         if self.device_clock is not None:
             self._step.host_s += max(0.0, self._clock() - self._excluded_s - self._arrived)
             self._step.host_waited_s += self._waited_s() - self._waited_at_arrival
@@ -493,12 +507,14 @@ class StepTimer:
         queue_s = self._queue_at_end = self._queued_s()
         step = self._step
         step.number, self._num_ended = self._num_ended, self._num_ended + 1
-        self._recent[step.number % RECENT] = np.nan
+        self._recent[step.number % RECENT] = _UNKNOWN
         if self._step_began is not None and counts and not step.is_left_out:
-            step.add(wait_s=self._waited_s(), wall_s=now - self._step_began - self._excluded_s)
+            amounts = step.amounts
+            amounts["wait_s"] += self._waited_s()
+            amounts["wall_s"] += now - self._step_began - self._excluded_s
             if self._is_watched and self._queue_at_computed is not None:  # in the optimizer
-                step.add(queued_s=max(0.0, queue_s - self._queue_at_computed))
-            if step.amounts["steps"]:
+                amounts["queued_s"] += max(0.0, queue_s - self._queue_at_computed)
+            if amounts["steps"]:
                 self._unknown.append(step)
         self._step_began = now
         self._excluded_s = 0.0
@@ -515,7 +531,7 @@ class StepTimer:
 
     def recent(self) -> Floats:
         """Return the newest steps, the oldest first, [RECENT, len(PARTS)]; NaN: left out."""
-        return np.roll(self._recent, -(self._num_ended % RECENT), axis=0)
+        return np.roll(np.array(self._recent), -(self._num_ended % RECENT), axis=0)
 
     def since_step_s(self) -> float | None:
         """Return this rank's seconds since the last step ended, waits left out; None if unknown."""

@@ -69,6 +69,7 @@ class TrainingWatch:
         self._is_in_pass = False  # whose backward pass has not begun
         self._backward = -1  # the newest backward pass, as autograd counts them
         self._wait: waiting | None = None  # for other ranks, at the end of a backward pass
+        self._on_gradient = _Hook(self, "_backward_began")  # of what the model returns
         self._stall_s: float | None = None  # in loaders since the last pass; None: none is known
         self._handles: list[Any] = [
             model.register_forward_pre_hook(_Hook(self, "_forward_began"), with_kwargs=True),
@@ -157,7 +158,7 @@ class TrainingWatch:
         self._trains_in_train |= model.training
         if self._is_in_pass:  # of two forward passes and one backward
             return
-        samples = next(iter(len(x) for x in _tensors([given, named], 1) if x.ndim), 0)
+        samples = next((len(x) for x in _tensors((given, named), 1) if x.ndim), 0)
         stall_s, is_first = self._stall_s, self._num_passes == 0
         self._tell(
             lambda balancer: balancer.begin_watched_pass(
@@ -170,10 +171,9 @@ class TrainingWatch:
 
     def _forward_ended(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._is_in_pass and self._is_here() and torch.is_grad_enabled():
-            asked = _Hook(self, "_backward_began")
             for tensor in _tensors(output, _DEPTH):
                 if tensor.requires_grad:
-                    tensor.register_hook(asked)
+                    tensor.register_hook(self._on_gradient)
 
     def _backward_began(self, _: Tensor) -> None:
         # In a thread of autograd's, where a device has one.
@@ -184,13 +184,13 @@ class TrainingWatch:
         self._tell(Balancer.backward_began)
         # What is queued here runs when all gradients are there, and before what DDP has queued
         # since, which waits for other ranks; what that queues in turn runs behind it.
-        Variable._execution_engine.queue_callback(_Hook(self, "_gradients_came"))
+        Variable._execution_engine.queue_callback(self._gradients_came)
 
     def _gradients_came(self) -> None:
-        self._tell(lambda balancer: balancer.gradient_arrived(blocked_s=0.0))
         self._wait = waiting()
         self._wait.__enter__()
-        Variable._execution_engine.queue_callback(_Hook(self, "_end_wait"))
+        self._tell(lambda balancer: balancer.gradient_arrived(blocked_s=0.0))
+        Variable._execution_engine.queue_callback(self._end_wait)
 
     def _end_wait(self) -> None:
         if self._wait is not None:
@@ -219,11 +219,11 @@ class _Hook:
     """Calls a method of what watches, for as long as that lives; a copy of the model's does not."""
 
     def __init__(self, watch: TrainingWatch, method: str) -> None:
-        self._watch, self._method = watch, method
+        self._call: Callable[..., None] = getattr(watch, method)
 
     def __call__(self, *given: Any) -> None:
         if not torch.compiler.is_compiling():  # what is traced has no clock
-            getattr(self._watch, self._method)(*given)
+            self._call(*given)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _nobody, ()

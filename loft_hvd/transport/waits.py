@@ -151,8 +151,10 @@ def totals() -> Mapping[int, float]:
 
 def seconds(threads: Iterable[int], since: Mapping[int, float]) -> float:
     """Return how long some threads have waited since ``totals`` were taken."""
-    totals = _meter().totals
-    return sum(totals.get(each, 0.0) - since.get(each, 0.0) for each in threads)
+    totals, waited_s = _meter().totals, 0.0
+    for each in threads:
+        waited_s += totals.get(each, 0.0) - since.get(each, 0.0)
+    return waited_s
 
 
 def meter(owner: Any, *names: str) -> None:

@@ -306,6 +306,22 @@ def test_ranks_that_have_left_end_the_watching_alone(
     assert "training goes on: connection closed by peer" in caplog.text
 
 
+def test_a_step_asks_the_system_five_times_how_long_it_queued(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(live, "run_queue_s", lambda: float(asked.append(0) or 0))
+    job = _Job(clock, interval=100)
+    num_asked = []
+    for _ in range(5):
+        before = len(asked)
+        job.model(torch.ones(4, 2))["loss"].backward()
+        job.step()
+        num_asked.append(len(asked) - before)
+    # At the pass, the backward pass and its end, behind the wait there, and at the step's end.
+    assert num_asked == [5] * 5
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="the one that the script calls"):
         loft.watch(torch.optim.SGD([torch.zeros(1)]))  # type: ignore[arg-type]  # that is the case
