@@ -344,7 +344,7 @@ class _Scan:
         return evenly(packing, each=each, solver=self._solver)
 
     def _window(self, start: int, placement: Ints, slots: float) -> Window | None:
-        """Return a window as it is, if there is room for it."""
+        """Return a window as it is, if there is room for it and it is to be had for its cost."""
         last = start + max(math.ceil(slots), 1)
         prices = self._market.prices[:, :, start:last].sum(axis=2)
         packing = Packing(
@@ -357,6 +357,8 @@ class _Scan:
             return None
         cost = packing.cost(placement)
         score = float(self._score(np.array([start + slots]), np.array([cost]))[0])
+        if score == -np.inf:
+            return None
         return Window(Stretch(start, last, placement), slots, cost, score)
 
 

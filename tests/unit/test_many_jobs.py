@@ -46,6 +46,10 @@ def test_policies_keep_to_capacity_gangs_and_work(policy: str, seed: int) -> Non
     _check_policy(policy, random_workload(seed), seed)
 
 
+def test_a_job_whose_workers_and_servers_cost_more_than_their_mix_is_not_admitted_at_a_loss() -> None:
+    _check_policy("oasis", random_workload(20_106), 20_106)
+
+
 @pytest.mark.parametrize("policy", _GANGS)
 @pytest.mark.parametrize("seed", range(15))
 def test_jobs_that_take_longer_than_was_thought_keep_to_it_and_pay(policy: str, seed: int) -> None:
