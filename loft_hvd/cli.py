@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from loft_hvd.fleet.jobs import Fleet, Job
     from loft_hvd.fleet.many import ManyOptions
     from loft_hvd.fleet.run import JobPlan
+    from loft_hvd.fleet.timeline import PlannedJob, PlannedStretch
 
 __all__ = ["build_app", "main"]
 
@@ -244,9 +245,9 @@ def _plan(
         raise UsageError(f"plan: --job {name!r} is none of {sorted(known)} in {jobs}")
     read = [cluster, jobs, *([] if files.now is None else [files.now])]
     if files.is_many or (name is None and len(known) > 1):
-        plan = _plan_many(fleet, known, name, files, read=read, options=options)
-        if plan is not None:
-            _show_place(plan, files, read=read)
+        found = _plan_many(fleet, known, name, files, read=read, options=options)
+        if found is not None:
+            _show_place(found[0], files, read=read, stretches=found[1].stretches)
         return
     chosen = next(iter(known)) if name is None else name
     if files.check is not None:
@@ -260,8 +261,14 @@ def _plan(
     _show_place(plan, files, read=read)
 
 
-def _show_place(plan: JobPlan, files: _PlanFiles, *, read: Sequence[str]) -> None:
-    """Print where one job runs, or what starts it there."""
+def _show_place(
+    plan: JobPlan,
+    files: _PlanFiles,
+    *,
+    read: Sequence[str],
+    stretches: Sequence[PlannedStretch] = (),
+) -> None:
+    """Print where one job runs, or what starts it there; of one that moves, where it starts."""
     from loft_hvd.fleet.emit import emit, first_sizes
     from loft_hvd.fleet.plan_page import plan_page
     from loft_hvd.fleet.run import describe, plan_table, to_dict
@@ -275,7 +282,8 @@ def _show_place(plan: JobPlan, files: _PlanFiles, *, read: Sequence[str]) -> Non
         _write("--page", files.page_file, plan_page(plan), inputs=read)
     if files.emit is not None:
         path = None if files.sizes_file is None else os.path.abspath(files.sizes_file)
-        print(emit(plan, files.emit, sizes=path, image=files.image), end="")
+        line = emit(plan, files.emit, sizes=path, image=files.image, stretches=stretches)
+        print(line, end="")
         return
     head, *rest = describe(plan)
     print(printable(head))
@@ -291,15 +299,15 @@ def _plan_many(
     *,
     read: Sequence[str],
     options: ManyOptions,
-) -> JobPlan | None:
-    """Return the place of the job that is named beside the others.
+) -> tuple[JobPlan, PlannedJob] | None:
+    """Return the first place of the job that is named beside the others, and all of its hosts.
 
     Without a name print which jobs run when and where, and which are not admitted.
     """
     from loft_hvd.fleet.many import describe_many, many_table, many_to_dict, plan_many
     from loft_hvd.fleet.now import read_now
     from loft_hvd.fleet.plan_page import jobs_page
-    from loft_hvd.fleet.run import show_time
+    from loft_hvd.fleet.run import say_changes, show_time
 
     if files.check is not None:
         raise UsageError(
@@ -316,10 +324,15 @@ def _plan_many(
     now = None if files.now is None else read_now(files.now)
     plan = plan_many(fleet, jobs, options, now=now)
     if name is not None:
-        place = plan.place_of(name)
-        (start_s,) = (each.start_s or 0.0 for each in plan.planned if each.name == name)
+        place, planned = plan.place_of(name)
+        start_s = planned.start_s or 0.0
         sys.stderr.write(f"plan: {name} starts at {show_time(start_s)} of the plan\n")
-        return place
+        if planned.changes:
+            sys.stderr.write(
+                f"plan: {name} changes its hosts: {say_changes(planned)}; what is said of a place "
+                "is said of the first one\n"
+            )
+        return place, planned
     if files.json_file is not None:
         text = json.dumps(many_to_dict(plan), indent=1) + "\n"
         _write("--json", files.json_file, text, inputs=read)

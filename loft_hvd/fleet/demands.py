@@ -173,6 +173,8 @@ def demand_of(machines: Machines, job: Job, *, speed: TotalSeconds) -> Demand:
         (),
         tuple(job.after),
         even=even,
+        is_elastic=job.elastic,
+        restart=job.restart_s,
     )
     least = [_least(draft, room, count) for count in counts]
     runs = [(count, each) for count, each in zip(counts, least, strict=True) if each < math.inf]
@@ -203,6 +205,7 @@ def in_slots(demand: Demand, slot_s: float, *, now_s: float = 0.0) -> Demand:
         ),
         slots=lambda placement: seconds(placement) / slot_s,
         least_slots=tuple(each / slot_s for each in demand.least_slots),
+        restart=demand.restart / slot_s,
     )
 
 

@@ -11,11 +11,13 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from loft_hvd.errors import ArgumentError, PlanError
 from loft_hvd.fleet.run import JobPlan, show_hosts
+from loft_hvd.fleet.timeline import PlannedStretch
 
 __all__ = ["KINDS", "emit", "first_sizes"]
 
@@ -27,7 +29,14 @@ _MARGIN, _START_S = 1.25, 600.0
 _POD = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
-def emit(plan: JobPlan, kind: str, *, sizes: str | None = None, image: str | None = None) -> str:
+def emit(
+    plan: JobPlan,
+    kind: str,
+    *,
+    sizes: str | None = None,
+    image: str | None = None,
+    stretches: Sequence[PlannedStretch] = (),
+) -> str:
     """Return what starts a plan.
 
     Args:
@@ -35,10 +44,14 @@ def emit(plan: JobPlan, kind: str, *, sizes: str | None = None, image: str | Non
         kind: of ``KINDS``.
         sizes: file with ``first_sizes``, which rank 0 reads; None to start with equal sizes.
         image: container of an MPIJob.
+        stretches: all hosts of an elastic job one after another, the plan's first; several are
+            handed to ``horovodrun`` as time goes by.
 
     Raises:
         PlanError: this launcher cannot place ranks so.
     """
+    if len(stretches) > 1:
+        return _changing(plan, kind, sizes, stretches)
     if kind == "sbatch":
         return _sbatch(plan, sizes)
     if kind == "mpijob":
@@ -55,6 +68,41 @@ def first_sizes(plan: JobPlan) -> str:
         hosts.setdefault(part.host.name, []).append(size)
     total = plan.job.global_batch_size
     return json.dumps({"global_batch_size": total, "hosts": hosts}, indent=1) + "\n"
+
+
+def _changing(
+    plan: JobPlan, kind: str, sizes: str | None, stretches: Sequence[PlannedStretch]
+) -> str:
+    """Return a script that tells ``horovodrun`` other hosts as time goes by."""
+    if kind != "horovodrun":
+        raise PlanError(
+            f"job {plan.job.name!r} is elastic and changes its hosts {len(stretches) - 1} times, "
+            f"which {kind} cannot; emit horovodrun, or let elastic = false keep its hosts"
+        )
+    steps = []
+    for at, each in enumerate(stretches, start=1):
+        names = " ".join(shlex.quote(f"{name}:{count}") for name, count in each.hosts)
+        age = round(each.end_s - stretches[0].start_s)
+        test = f"[ $age -lt {age} ] && " if at < len(stretches) else ""
+        steps.append(f"{test}printf '%s\\n' {names}" + (" && exit" if test else ""))
+    words = _launch(plan, kind, sizes)
+    at = words.index("-H")
+    before, after = shlex.join(words[:at]), shlex.join(words[at + 2 :])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# Job {plan.job.name}, whose hosts change by seconds since its start.",
+            "set -euo pipefail",
+            "hosts=$(mktemp)",
+            "trap 'rm -f \"$hosts\"' EXIT",
+            'echo "age=\\$((\\$(date +%s) - $(date +%s)))" > "$hosts"',
+            "cat >> \"$hosts\" <<'END'",
+            *steps,
+            "END",
+            f"{before} --host-discovery-script \"sh '$hosts'\" {after}",
+            "",
+        ]
+    )
 
 
 def _launch(plan: JobPlan, launcher: str, sizes: str | None) -> list[str]:

@@ -244,6 +244,7 @@ class Job:
     audit: Share = 0.0
     engine: str = "gloo"
     elastic: bool = False
+    restart_s: Seconds = 30.0  # without progress, when its hosts change while it runs
     store: bool = False  # a sample store keeps what ranks have read, in their hosts' budgets
     hidden_share: Share = 0.0  # of the exchange that backward passes hide, as measured
     min_batch: Batch = MIN_BATCH

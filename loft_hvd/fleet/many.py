@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,13 @@ from loft_hvd.fleet.place import Choice
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import PriceRange, price_range
 from loft_hvd.fleet.rate import predict
-from loft_hvd.fleet.run import JobPlan, scenario_of, show_time
+from loft_hvd.fleet.run import JobPlan, say_changes, scenario_of, show_ranks, show_time
 from loft_hvd.fleet.timeline import (
     Demand,
     Ints,
     Outcome,
     PlannedJob,
+    PlannedStretch,
     Stretch,
     Workload,
 )
@@ -86,17 +88,21 @@ class ManyPlan:
     now_s: float = 0.0
     running: tuple[PlannedJob, ...] = ()
 
-    def plan_of(self, outcome: Outcome) -> JobPlan | None:
+    def plan_of(self, outcome: Outcome, stretch: Stretch) -> JobPlan | None:
         """Return a job's place, worked out at length; None where it was not."""
-        if len(outcome.stretches) != 1:
-            return None
-        return self.tried.get((outcome.demand.name, outcome.stretches[0].placement.tobytes()))
+        return self.tried.get((outcome.demand.name, stretch.placement.tobytes()))
 
-    def place_of(self, name: str) -> JobPlan:
-        """Return an admitted job's place.
+    def plans_of(self, outcome: Outcome) -> list[JobPlan]:
+        """Return a job's places one after another; none where they were not worked out."""
+        found = [self.plan_of(outcome, stretch) for stretch in outcome.stretches]
+        known = [each for each in found if each is not None]
+        return known if len(known) == len(found) else []
+
+    def place_of(self, name: str) -> tuple[JobPlan, PlannedJob]:
+        """Return an admitted job's first place, and when it takes which hosts.
 
         Raises:
-            PlanError: it has none, or several.
+            PlanError: it has none that was worked out.
         """
         (planned,) = (each for each in self.planned if each.name == name)
         if not planned.is_admitted:
@@ -104,14 +110,14 @@ class ManyPlan:
         if planned in self.running:
             raise PlanError(f"plan: {name!r} runs already, as --now says")
         (outcome,) = (each for each in self.outcomes if each.demand.name == name)
-        place = self.plan_of(outcome)
-        if place is None:
+        places = self.plans_of(outcome)
+        if not places:
             raise PlanError(
-                f"plan: {name!r} has not one place, worked out at length, by --policy "
+                f"plan: {name!r} has no place that was worked out at length by --policy "
                 f"{self.options.policy} and --model {self.options.model}; take price, fifo or "
                 "oasis, and ours"
             )
-        return place
+        return places[0], planned
 
     @property
     def planned(self) -> tuple[PlannedJob, ...]:
@@ -126,17 +132,13 @@ class ManyPlan:
     def _planned(self, job: Job, outcome: Outcome) -> PlannedJob:
         if outcome.end is None:
             none = (None,) * 4
-            return PlannedJob(job.name, False, self._why(job, outcome), job.arrival_s, *none, (), 0)
+            return PlannedJob(job.name, False, self._why(job, outcome), job.arrival_s, *none, 0)
         start_s, end_s = self.at_s(outcome.stretches[0].first), self.at_s(outcome.end)
-        plan = self.plan_of(outcome)
-        error = None if plan is None else plan.error
-        spread_s = None if error is None else _SIGMAS * error * (end_s - start_s)
-        counts: dict[str, int] = {}
-        # Of those that change their hosts, the ones where they have most ranks.
-        most = max((each.placement[0] for each in outcome.stretches), key=np.sum)
-        for at in np.flatnonzero(most).tolist():
-            name = self.machines.places[at][0].name
-            counts[name] = counts.get(name, 0) + int(most[at])
+        errors = [plan.error for plan in self.plans_of(outcome)]
+        known = [error for error in errors if error is not None]
+        spread_s = None
+        if known and len(known) == len(errors):
+            spread_s = _SIGMAS * max(known) * (end_s - start_s)
         return PlannedJob(
             job.name,
             True,
@@ -146,9 +148,24 @@ class ManyPlan:
             end_s,
             None if spread_s is None else max(end_s - spread_s, start_s),
             None if spread_s is None else end_s + spread_s,
-            tuple(counts.items()),
             outcome.worth,
+            tuple(
+                PlannedStretch(
+                    self.at_s(each.first),
+                    min(self.at_s(each.last), end_s),
+                    self._hosts(each.placement[0]),
+                )
+                for each in outcome.stretches
+            ),
         )
+
+    def _hosts(self, workers: Ints) -> tuple[tuple[str, int], ...]:
+        """Return how many ranks hosts have, by workers on machines, [H]."""
+        counts: dict[str, int] = {}
+        for at in np.flatnonzero(workers).tolist():
+            name = self.machines.places[at][0].name
+            counts[name] = counts.get(name, 0) + int(workers[at])
+        return tuple(counts.items())
 
     def _why(self, job: Job, outcome: Outcome) -> str:
         refusal = outcome.refusal
@@ -300,8 +317,9 @@ def _still_running(job: Job, running: RunningJob, now: NowState, left_s: float) 
     end_s = now.now_s + left_s
     value = value_of(job)
     worth = float(value.at(np.array(end_s - job.arrival_s)))
-    hosts = tuple(running.hosts.items())
-    return PlannedJob(job.name, True, "", job.arrival_s, now.now_s, end_s, None, None, hosts, worth)
+    kept = PlannedStretch(now.now_s, end_s, tuple(running.hosts.items()))
+    none = (None, None)
+    return PlannedJob(job.name, True, "", job.arrival_s, now.now_s, end_s, *none, worth, (kept,))
 
 
 def _slots(
@@ -388,7 +406,7 @@ def many_table(plan: ManyPlan) -> list[list[str]]:
                 show_time(each.end_s),
                 "-" if each.end_high_s is None else show_time(each.end_high_s),
                 str(sum(count for _, count in each.hosts)),
-                ",".join(f"{name}:{count}" for name, count in each.hosts),
+                show_ranks(each.hosts),
                 f"{each.worth:.4g}",
             ]
         )
@@ -412,13 +430,16 @@ def describe_many(plan: ManyPlan) -> tuple[str, list[str]]:
         for each in admitted
         if not each.worth
     ]
-    for outcome in plan.outcomes:
-        found = plan.plan_of(outcome)
-        if found is not None and found.is_apart and found.simulated_s is not None:
-            lines.append(
-                f"{outcome.demand.name}: predicted {1e3 * found.best.step_s:.4g} ms a step, "
-                f"simulated {1e3 * found.simulated_s:.4g} ms: MORE THAN 10 % APART"
-            )
+    lines += [
+        f"{each.name} changes its hosts: {say_changes(each)}" for each in admitted if each.changes
+    ]
+    lines += [
+        f"{outcome.demand.name}: predicted {1e3 * found.best.step_s:.4g} ms a step, "
+        f"simulated {1e3 * found.simulated_s:.4g} ms: MORE THAN 10 % APART"
+        for outcome in plan.outcomes
+        for found in plan.plans_of(outcome)
+        if found.is_apart and found.simulated_s is not None
+    ]
     if plan.prices is not None:
         hourly = plan.prices.times(_HOUR_S / plan.slot_s)
         lines.append(
@@ -433,7 +454,8 @@ def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
     found = []
     outcomes = [*(None for _ in plan.running), *plan.outcomes]
     for each, outcome in zip(plan.planned, outcomes, strict=True):
-        tried = None if outcome is None else plan.plan_of(outcome)
+        places = [] if outcome is None else plan.plans_of(outcome)
+        tried = places[0] if len(places) == 1 else None
         refusal = None if outcome is None else outcome.refusal
         found.append(
             {
@@ -441,11 +463,12 @@ def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
                 "hosts": dict(each.hosts),
                 "stretches": [
                     {
-                        "start_s": plan.at_s(stretch.first),
-                        "end_s": plan.at_s(stretch.last),
-                        "ranks": int(stretch.placement[0].sum()),
+                        **encode(stretch),
+                        "hosts": dict(stretch.hosts),
+                        "step_s": place.best.step_s if place else None,
+                        "simulated_step_s": place.simulated_s if place else None,
                     }
-                    for stretch in (() if outcome is None else outcome.stretches)
+                    for stretch, place in zip_longest(each.stretches, places)
                 ],
                 "step_s": None if tried is None else tried.best.step_s,
                 "simulated_step_s": None if tried is None else tried.simulated_s,

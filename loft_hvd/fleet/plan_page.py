@@ -6,7 +6,14 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from loft_hvd.fleet.run import JobPlan, describe, plan_table, show_time
+from loft_hvd.fleet.run import (
+    JobPlan,
+    describe,
+    plan_table,
+    say_changes,
+    show_ranks,
+    show_time,
+)
 from loft_hvd.fleet.timeline import PlannedJob
 from loft_hvd.report.html import table, whole_page
 from loft_hvd.report.svg import GanttRow, GanttSpan, gantt
@@ -83,9 +90,11 @@ def jobs_page(jobs: Sequence[PlannedJob], *, title: str) -> str:
     size, unit = _unit(max(ends, default=0.0))
     rows = []
     for job in admitted:
-        start, end = job.start_s or 0.0, job.end_s or 0.0
-        where = ", ".join(f"{name}:{count}" for name, count in job.hosts)
-        spans = [GanttSpan(start / size, end / size, 1, where)]
+        start = job.start_s or 0.0
+        spans = [
+            GanttSpan(each.start_s / size, each.end_s / size, 1, show_ranks(each.hosts))
+            for each in job.stretches
+        ]
         if job.arrival_s < start:
             spans.insert(0, GanttSpan(job.arrival_s / size, start / size, 0))
         between = None
@@ -97,7 +106,7 @@ def jobs_page(jobs: Sequence[PlannedJob], *, title: str) -> str:
             job.name,
             show_time(job.start_s or 0.0),
             _say_end(job),
-            " ".join(f"{name}:{count}" for name, count in job.hosts),
+            say_changes(job) if job.changes else show_ranks(job.hosts),
             f"{job.worth:.4g}",
         ]
         for job in admitted

@@ -1,8 +1,9 @@
 """Who gets which machines when: our policy, and those that others are known by.
 
 ``price``, ``oasis`` and ``fifo`` plan a job when it arrives and keep to it: it has its machines
-from start to end. ``drf``, ``dorm`` and ``las`` share machines out anew in each slot among the jobs
-that are there, at no cost for a restart, which favours them.
+from start to end; by ``price`` and ``oasis`` elastic jobs may change them. ``drf``, ``dorm`` and
+``las`` share machines out anew in each slot among the jobs that are there. Whoever changes a job's
+machines pays for its restart.
 
 ``oasis`` is ``price`` for one who does not see places: no choice of fast links, of racks, of one
 machine for all workers (after arXiv 1801.00936). ``fifo`` takes a fixed number of workers, first
@@ -22,14 +23,8 @@ from itertools import product
 import numpy as np
 
 from loft_hvd.balance.plan import Floats
-from loft_hvd.fleet.prices import (
-    RESERVE,
-    Market,
-    PriceRange,
-    admit,
-    best_window,
-    price_range,
-)
+from loft_hvd.fleet.elastic import admit_schedule
+from loft_hvd.fleet.prices import RESERVE, Market, PriceRange, best_window, price_range
 from loft_hvd.fleet.refusals import refuse
 from loft_hvd.fleet.solvers import Packing, Program, Solver, evenly, fill, solve
 from loft_hvd.fleet.timeline import (
@@ -74,16 +69,17 @@ def _priced(workload: Workload, options: Options) -> tuple[Outcome, ...]:
     market = Market(workload.timeline(), prices)
 
     def place(demand: Demand, earliest: float) -> Outcome:
-        window = admit(market, demand, earliest=earliest, solver=options.solver)
-        if window is None:
+        schedule = admit_schedule(market, demand, earliest=earliest, solver=options.solver)
+        if schedule is None:
             found = None
             if options.explains:
                 found = refuse(
                     market, demand, workload.resources, earliest=earliest, solver=options.solver
                 )
             return Outcome(demand, refusal=found)
-        market.take(demand, window.stretch)
-        return Outcome(demand, (window.stretch,), window.end)
+        for stretch in schedule.stretches:
+            market.take(demand, stretch)
+        return Outcome(demand, schedule.stretches, schedule.end)
 
     return _one_by_one(workload, place)
 
@@ -161,6 +157,7 @@ class _Running:
         self.had = 0.0  # workers times slots
         self.stretches: list[Stretch] = []
         self.end: float | None = None
+        self._restarts = 0.0  # slots that are left of a restart
 
     def last_placement(self, slot: int) -> Ints | None:
         """Return where it ran in the slot before."""
@@ -172,12 +169,14 @@ class _Running:
         """Work for a slot."""
         slots = self.demand.slots(placement)
         self.had += float(placement[0].sum())
-        self.done += 1.0 / slots
         before = self.last_placement(slot)
         if before is not None and np.array_equal(before, placement):
             self.stretches[-1] = replace(self.stretches[-1], last=slot + 1)
         else:
+            self._restarts = self.demand.restart if self.stretches else 0.0
             self.stretches.append(Stretch(slot, slot + 1, placement))
+        self.done += max(1.0 - self._restarts, 0.0) / slots
+        self._restarts = max(self._restarts - 1.0, 0.0)
         if self.done >= 1.0 - 1e-9:
             self.end = slot + 1.0 - max(self.done - 1.0, 0.0) * slots
 

@@ -28,6 +28,8 @@ __all__ = [
     "Window",
     "admit",
     "best_window",
+    "gain",
+    "learning",
     "price_range",
 ]
 
@@ -155,10 +157,10 @@ def best_window(
 
     Where the job has ``confirm``, the best window is worked out at length. One that is too short
     then, or not to be had for its later end, is given up, and the best one looked for with what is
-    known now (``_learning``).
+    known now (``learning``).
     """
     first = max(math.ceil((demand.asked if earliest is None else earliest) - 1e-9), 0)
-    demand = _learning(demand)
+    demand = learning(demand)
     for _ in range(_CONFIRMED):
         scan = _Scan(market, demand, first, score, solver)
         window = scan.best(demand.counts if counts is None else counts)
@@ -172,7 +174,7 @@ def best_window(
     return None
 
 
-def _learning(demand: Demand) -> Demand:
+def learning(demand: Demand) -> Demand:
     """Return a job whose ``slots`` follow what ``confirm`` finds for the same kinds of machines.
 
     Other places are taken as they were: one place's cold store says nothing of them. Only where
@@ -365,7 +367,7 @@ class _Scan:
 # Admission.
 
 
-def _gain(demand: Demand) -> Score:
+def gain(demand: Demand) -> Score:
     """Return the score of a job that pays for what it takes: what it gains."""
 
     def score(ends: Floats, costs: Floats) -> Floats:
@@ -381,4 +383,4 @@ def admit(
     market: Market, demand: Demand, *, earliest: float | None = None, solver: Solver = fill
 ) -> Window | None:
     """Return where a job gains most; None where it gains nowhere, and is not admitted."""
-    return best_window(market, demand, _gain(demand), earliest=earliest, solver=solver)
+    return best_window(market, demand, gain(demand), earliest=earliest, solver=solver)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,22 @@ from loft_hvd.fleet.jobs import Fleet, Job
 from loft_hvd.fleet.measured import Origin, with_logs
 from loft_hvd.fleet.place import Choice, Worth, choose_hosts, show_rate
 from loft_hvd.fleet.rate import Prediction, reads_of
+from loft_hvd.fleet.timeline import PlannedJob
 from loft_hvd.simulate.scenario import RankTraits, Scenario
 from loft_hvd.simulate.simulation import simulate
 
-__all__ = ["JobPlan", "describe", "plan_job", "plan_table", "scenario_of", "show_time", "to_dict"]
+__all__ = [
+    "JobPlan",
+    "describe",
+    "plan_job",
+    "plan_table",
+    "say_changes",
+    "scenario_of",
+    "show_hosts",
+    "show_ranks",
+    "show_time",
+    "to_dict",
+]
 
 # Steps of a trial in the simulator: ten intervals to find sizes, and ten with them.
 _STEPS, _INTERVAL = 400, 20
@@ -27,6 +39,7 @@ _APART = 0.10  # of the predicted step, from which on the simulated one is told 
 _SIGMAS = 1.645  # a normal value is below so many standard errors in 19 of 20 cases
 _WORTH_WORDS = 0.01  # of the time: what links and hosts change by less is not told
 _MOST_HOSTS = 12  # that are named of those not taken
+_MOST_CHANGES = 6  # of a job's hosts, that are told
 
 
 @dataclass(frozen=True)
@@ -178,9 +191,25 @@ def show_time(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def show_ranks(hosts: Iterable[tuple[str, int]]) -> str:
+    """Write names of hosts and their ranks, as launchers take them."""
+    return ",".join(f"{name}:{count}" for name, count in hosts)
+
+
 def show_hosts(found: Prediction) -> str:
-    """Write hosts and their ranks, as launchers take them."""
-    return ",".join(f"{host.name}:{count}" for host, count in found.layout.hosts)
+    """Write a place likewise."""
+    return show_ranks((host.name, count) for host, count in found.layout.hosts)
+
+
+def say_changes(job: PlannedJob) -> str:
+    """Say which hosts a job has from when on."""
+    told = [f"{show_ranks(job.stretches[0].hosts)} first"]
+    told += [
+        f"{show_ranks(each.hosts)} from {show_time(each.start_s)}"
+        for each in job.changes[:_MOST_CHANGES]
+    ]
+    more = len(job.changes) - _MOST_CHANGES
+    return ", ".join(told) + (f", and {more} more changes" if more > 0 else "")
 
 
 def plan_table(plan: JobPlan) -> list[list[str]]:

@@ -25,6 +25,7 @@ __all__ = [
     "Ints",
     "Outcome",
     "PlannedJob",
+    "PlannedStretch",
     "Refusal",
     "Stretch",
     "Timeline",
@@ -39,6 +40,20 @@ ROUNDING = 1e-9  # relative: sums of needs against capacities, wherever these ar
 
 
 @dataclass(frozen=True)
+class PlannedStretch:
+    """Hosts of a job from one instant to another."""
+
+    start_s: float
+    end_s: float
+    hosts: tuple[tuple[str, int], ...]  # names, and ranks on each
+
+    @property
+    def num_ranks(self) -> int:
+        """On all hosts."""
+        return sum(count for _, count in self.hosts)
+
+
+@dataclass(frozen=True)
 class PlannedJob:
     """What a plan of many jobs says of one of them; times are None where it is not admitted."""
 
@@ -50,8 +65,20 @@ class PlannedJob:
     end_s: float | None
     end_low_s: float | None  # its end by the models' errors, between these in 9 of 10 cases
     end_high_s: float | None
-    hosts: tuple[tuple[str, int], ...]  # names, and ranks on each
     worth: float  # of its end; 0 where it is not admitted
+    # One where it keeps its hosts; none where it is not admitted.
+    stretches: tuple[PlannedStretch, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[tuple[str, int], ...]:
+        """Its hosts; of one that changes them, where it has most ranks."""
+        most = max(self.stretches, key=lambda each: each.num_ranks, default=None)
+        return () if most is None else most.hosts
+
+    @property
+    def changes(self) -> tuple[PlannedStretch, ...]:
+        """What comes after its first hosts."""
+        return self.stretches[1:]
 
 
 @dataclass(frozen=True)
@@ -104,6 +131,8 @@ class Demand:
     has_singles: bool = True  # whether single machines are looked at beside ``tiers``
     # Workers of each machine that is taken, to choose from; 0: as many as are cheapest there.
     even: tuple[int, ...] = (0,)
+    is_elastic: bool = False  # whether it may change its machines while it runs
+    restart: float = 0.0  # slots without progress, wherever it changes its machines
 
     def processes(self, count: int) -> tuple[int, ...]:
         """Return how many of each kind, [K], ``count`` workers come with."""
@@ -123,7 +152,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Machines that a job has in ``first <= slot < last``."""
+    """Machines that a job has in ``first <= slot < last``; a restart precedes all but its first."""
 
     first: int
     last: int

@@ -62,6 +62,15 @@ def _demand(
     )
 
 
+def elastic_workload(seed: int, *, restart: float | None = None) -> Workload:
+    """Return a random workload whose jobs may change their machines, at a cost in slots."""
+    workload = random_workload(seed)
+    drawn = float(np.random.default_rng(seed).choice([0.0, 0.1, 0.7, 2.5]))
+    lost = drawn if restart is None else restart
+    demands = tuple(replace(each, is_elastic=True, restart=lost) for each in workload.demands)
+    return replace(workload, demands=demands)
+
+
 def confirmed_workload(seed: int) -> Workload:
     """Return a random workload whose jobs take up to twice as long on some kinds of machines."""
     workload = random_workload(seed)
@@ -87,13 +96,16 @@ def check_outcomes(
 ) -> None:
     """Raise where a machine is over its capacity in a slot, or a job lacks workers or time.
 
-    With prices also where one that is admitted is worth less than what it takes costs.
+    With prices also where one that is admitted is worth less than what it takes costs. ``gangs``
+    says that jobs are planned as a whole: those that are not elastic keep their machines, and
+    others have no pauses.
     """
     if prices is not None:
         _check_paid(workload, outcomes, prices)
     used = np.zeros((*workload.capacity.shape, workload.num_slots))
     for outcome in outcomes:
         demand, done = outcome.demand, 0.0
+        lost, last = 0.0, 0
         for stretch in outcome.stretches:
             assert 0 <= demand.asked <= stretch.first < stretch.last <= workload.num_slots
             counts = stretch.placement.sum(axis=1)
@@ -102,20 +114,26 @@ def check_outcomes(
             uses = stretch.placement.T @ demand.needs
             used[:, :, stretch.first : stretch.last] += uses[:, :, None]
             takes = demand.slots if demand.confirm is None or not gangs else demand.confirm
-            done += (stretch.last - stretch.first) / takes(stretch.placement)
+            length = stretch.last - stretch.first
+            if last:
+                lost = demand.restart
+                assert stretch.first == last or not gangs
+            done += max(length - lost, 0.0) / takes(stretch.placement)
+            last = stretch.last
         if outcome.end is not None:
             assert done >= 1.0 - 1e-9
             assert outcome.end <= outcome.stretches[-1].last + 1e-9
-            assert len(outcome.stretches) == 1 or not gangs
+            assert len(outcome.stretches) == 1 or not gangs or demand.is_elastic
     assert np.all(used <= workload.capacity[:, :, None] * (1.0 + 2e-9))
 
 
 def _check_paid(workload: Workload, outcomes: tuple[Outcome, ...], prices: PriceRange) -> None:
     market = Market(workload.timeline(), prices)
     for at in in_order(workload.demands):
-        outcome = outcomes[at]
+        outcome, cost = outcomes[at], 0.0
         for stretch in outcome.stretches:
             there = market.prices[:, :, stretch.first : stretch.last].sum(axis=2)  # [H, R]
-            cost = float((stretch.placement.T @ outcome.demand.needs * there).sum())
-            assert outcome.worth >= cost * (1.0 - 1e-9), outcome.demand.name
+            cost += float((stretch.placement.T @ outcome.demand.needs * there).sum())
+        assert outcome.worth >= cost * (1.0 - 1e-9), outcome.demand.name
+        for stretch in outcome.stretches:
             market.take(outcome.demand, stretch)

@@ -16,6 +16,7 @@ from loft_hvd.fleet.jobs import DeviceModel, Fleet, Host, Job, WorkerNeeds
 from loft_hvd.fleet.place import Choice
 from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import JobPlan
+from loft_hvd.fleet.timeline import PlannedStretch
 from loft_hvd.fleet.traffic import HostRanks, Layout
 from tests.support.schema import faults, read_schema
 
@@ -99,6 +100,38 @@ def test_a_script_runs_the_command_with_its_very_words(tmp_path: Path) -> None:
             timeout=60,
         )
         assert done.stdout.splitlines()[-1] == HOSTILE
+
+
+def test_a_job_whose_hosts_change_tells_horovodrun_by_its_age(tmp_path: Path) -> None:
+    job = replace(JOB, elastic=True)
+    stretches = [
+        PlannedStretch(100.0, 103.0, (("b", 1),)),
+        PlannedStretch(103.0, 700.0, (("a.lab", 3), ("b", 1))),
+    ]
+    script = tmp_path / "start.sh"
+    plan = plan_of(job, ("b", "CPU", 1, 1))
+    script.write_text(emit(plan, "horovodrun", sizes="/a b/s", stretches=stretches))
+    launcher = tmp_path / "horovodrun"  # it asks for hosts twice, as Horovod's does all the time
+    launcher.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nsh -c "$4"\nsleep 3.1\nsh -c "$4"\n')
+    launcher.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(script)],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.stderr == ""
+    words = done.stdout.splitlines()
+    assert words[:3] == ["-np", "1", "--host-discovery-script"]
+    assert words[4:] == [
+        *("--min-np", "1", "--max-np", "1", "--gloo", "python", HOSTILE),
+        *("b:1", "a.lab:3", "b:1"),
+    ]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["horovodrun", "start.sh"]
+    for kind in ("mpirun", "sbatch", "mpijob"):
+        with pytest.raises(PlanError, match="changes its hosts 1 times"):
+            emit(plan, kind, image="x", stretches=stretches)
 
 
 def test_an_mpijob_has_a_pod_a_rank_on_the_plans_hosts() -> None:

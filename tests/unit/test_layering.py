@@ -218,6 +218,7 @@ _LAYERS = {
     "fleet/timeline.py": 2,
     "fleet/solvers.py": 2,
     "fleet/prices.py": 2,
+    "fleet/elastic.py": 2,
     "fleet/refusals.py": 2,
     "fleet/policies.py": 2,
     "fleet/speeds.py": 0,

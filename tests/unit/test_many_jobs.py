@@ -15,15 +15,30 @@ import pytest
 from loft_hvd.errors import ArgumentError, DataError, PlanError
 from loft_hvd.fleet.bounds import fluid_bound, gang_optimum
 from loft_hvd.fleet.demands import SPEEDS, Machines, demand_of, ours_s
+from loft_hvd.fleet.elastic import admit_schedule
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job, JobList
 from loft_hvd.fleet.many import ManyOptions, describe_many, many_table, many_to_dict, plan_many
 from loft_hvd.fleet.now import NowState, RunningJob, read_now
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import Market, PriceRange, admit, price_range
 from loft_hvd.fleet.refusals import changed
-from loft_hvd.fleet.timeline import Demand, Ints, PlannedJob, Stretch, Timeline, Value, Workload
+from loft_hvd.fleet.timeline import (
+    Demand,
+    Ints,
+    PlannedJob,
+    Stretch,
+    Timeline,
+    Value,
+    Workload,
+    in_order,
+)
 from loft_hvd.fleet.traffic import HostRanks, Layout
-from tests.support.demands import check_outcomes, confirmed_workload, random_workload
+from tests.support.demands import (
+    check_outcomes,
+    confirmed_workload,
+    elastic_workload,
+    random_workload,
+)
 from tests.support.schema import faults, read_schema
 
 SCHEMA = read_schema(Path(__file__).parents[2] / "docs/schemas/jobs.json")
@@ -46,7 +61,7 @@ def test_policies_keep_to_capacity_gangs_and_work(policy: str, seed: int) -> Non
     _check_policy(policy, random_workload(seed), seed)
 
 
-def test_a_job_whose_workers_and_servers_cost_more_than_their_mix_is_not_admitted_at_a_loss() -> None:
+def test_a_job_whose_servers_cost_more_than_was_thought_is_not_admitted_at_a_loss() -> None:
     _check_policy("oasis", random_workload(20_106), 20_106)
 
 
@@ -54,6 +69,14 @@ def test_a_job_whose_workers_and_servers_cost_more_than_their_mix_is_not_admitte
 @pytest.mark.parametrize("seed", range(15))
 def test_jobs_that_take_longer_than_was_thought_keep_to_it_and_pay(policy: str, seed: int) -> None:
     _check_policy(policy, confirmed_workload(seed), seed)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("seed", range(6))
+def test_jobs_that_change_their_machines_keep_to_capacity_and_lose_their_restarts(
+    policy: str, seed: int
+) -> None:
+    _check_policy(policy, elastic_workload(seed), seed)
 
 
 def _check_refusals(workload: Workload, seed: int) -> int:
@@ -145,6 +168,68 @@ def test_a_job_that_takes_a_slot_more_everywhere_is_admitted_for_as_long() -> No
     (outcome,) = plan_all("price", _on_two(deadline=math.inf, confirmed=(4.1, 4.1)), Options())
     assert outcome.end == pytest.approx(4.1)
     assert outcome.stretches[0].last == 5
+
+
+@pytest.mark.parametrize("policy", ["drf", "dorm", "las"])
+def test_a_restart_costs_whoever_changes_a_job_s_machines(policy: str) -> None:
+    ends = []
+    for restart in (0.0, 0.5):
+        outcomes = [
+            outcome
+            for seed in range(15)
+            for outcome in plan_all(policy, elastic_workload(seed, restart=restart), Options())
+        ]
+        changed = {each.demand.name for each in outcomes if len(each.stretches) > 1}
+        assert changed
+        ends.append([100.0 if each.end is None else each.end for each in outcomes])
+    assert sum(ends[1]) > sum(ends[0])
+
+
+def _beside(restart: float) -> Workload:
+    """Return a machine of 4 slots, 3 of them taken for 6 of 12, and a job that is worth haste."""
+
+    def slots(placement: Ints) -> float:
+        return 12.0 / float(placement[0].sum())
+
+    everywhere = (np.ones(1, dtype=bool),)
+    rest = (np.array([[1.0]]), (1, 2, 4), 1, slots, everywhere, np.array([0]), (12.0, 6.0, 3.0))
+    other = Demand("other", 0.0, Value(1.0), *rest)
+    late = Demand(
+        "late", 0.0, Value(1.0, 2.0, 8.2), *rest, is_elastic=restart >= 0, restart=restart
+    )
+    there = Stretch(0, 6, np.array([[3]]))
+    return Workload(np.array([[4.0]]), ("slots",), 12, (late,), ((other, there),))
+
+
+def test_an_elastic_job_grows_when_another_ends_if_its_restart_is_worth_it() -> None:
+    prices = PriceRange(np.array([0.01]), np.array([0.02]))
+    ends, placements = [], []
+    for restart in (-1.0, 0.5, 6.0):
+        (found,) = plan_all("price", _beside(restart), Options(prices=prices))
+        ends.append(found.end)
+        placements.append([(s.first, s.last, s.placement.tolist()) for s in found.stretches])
+    assert placements[0] == [(6, 9, [[4]])]  # it waits for all slots
+    # One slot for 6 slots of time does half of it; 4 do the other half in 1.5, after a restart.
+    assert placements[1] == [(0, 6, [[1]]), (6, 8, [[4]])]
+    assert ends[1] == pytest.approx(8.0)
+    assert placements[2] == placements[0]
+
+
+def test_a_job_that_may_change_its_machines_gains_no_less_and_at_times_more() -> None:
+    more = 0
+    for seed in range(60):
+        workload = elastic_workload(seed)
+        market = Market(workload.timeline(), price_range(workload))
+        for at in in_order(workload.demands):
+            demand = workload.demands[at]
+            kept, found = admit(market, demand), admit_schedule(market, demand)
+            if kept is not None:
+                assert found is not None, f"seed {seed}"
+                assert found.score >= kept.score, f"seed {seed}"
+                more += found.score > kept.score
+            for stretch in () if found is None else found.stretches:
+                market.take(demand, stretch)
+    assert more >= 5
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -256,6 +341,37 @@ def test_a_table_and_json_have_a_row_for_each_job() -> None:
     assert a["simulated_step_s"] == pytest.approx(a["step_s"], rel=0.1)
     assert a["end_s"] == pytest.approx(a["start_s"] + 10_000 * a["simulated_step_s"])
     assert b["refusal"]["change"]["end"] > 0
+
+
+def test_an_elastic_job_grows_when_another_ends_and_all_is_told() -> None:
+    elastic = replace(JOB, name="b", elastic=True, restart_s=10.0, wished_s=600.0, urgency=3.0)
+    now = NowState(running=[RunningJob("a", {"h0": 2, "h1": 1})])
+    plan = plan_many(FLEET, {"a": replace(JOB, steps=20_000), "b": elastic}, ManyOptions(), now=now)
+    place, planned = plan.place_of("b")
+    assert [dict(each.hosts) for each in planned.stretches] == [{"h1": 1}, {"h0": 2, "h1": 2}]
+    assert place.best.layout.world_size == 1
+    first, second = planned.stretches
+    assert first.end_s == second.start_s
+    assert second.end_s == planned.end_s
+    places = plan.plans_of(plan.outcomes[0])
+    done = [(first.end_s - first.start_s) / places[0].total_s]
+    done += [(second.end_s - second.start_s - 10.0) / places[1].total_s]
+    assert sum(done) == pytest.approx(1.0)
+    _, lines = describe_many(plan)
+    assert lines[0].startswith("b changes its hosts: h1:1 first, h0:2,h1:2 from ")
+    found = json.loads(json.dumps(many_to_dict(plan), allow_nan=False))
+    assert list(faults(found, SCHEMA, SCHEMA)) == []
+    assert [each["hosts"] for each in found["jobs"][1]["stretches"]] == [
+        {"h1": 1},
+        {"h0": 2, "h1": 2},
+    ]
+    (_, kept) = plan_many(
+        FLEET,
+        {"a": replace(JOB, steps=20_000), "b": replace(elastic, restart_s=1e4)},
+        ManyOptions(simulates=False),
+        now=now,
+    ).planned
+    assert not kept.changes
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -11,7 +11,7 @@ from loft_hvd.fleet.jobs import DataSet
 from loft_hvd.fleet.measured import Origin
 from loft_hvd.fleet.plan_page import jobs_page, plan_page
 from loft_hvd.fleet.run import JobPlan, plan_job
-from loft_hvd.fleet.timeline import PlannedJob
+from loft_hvd.fleet.timeline import PlannedJob, PlannedStretch
 from tests.unit.test_job_plan import FLEET, JOB
 
 
@@ -76,18 +76,25 @@ def test_names_are_text(plan: JobPlan) -> None:
     check(plan_page(replace(plan, choice=replace(plan.choice, left_out={"<script>": "<a>"}))))
 
 
-ONE = PlannedJob("one", True, "", 0.0, 0.0, 7200.0, 7000.0, 7500.0, (("a1", 4),), 10.0)
+KEPT = PlannedStretch(0.0, 7200.0, (("a1", 4),))
+ONE = PlannedJob("one", True, "", 0.0, 0.0, 7200.0, 7000.0, 7500.0, 10.0, (KEPT,))
 
 
 def refused(name: str, reason: str) -> PlannedJob:
-    return PlannedJob(name, False, reason, 0.0, None, None, None, None, (), 0.0)
+    return PlannedJob(name, False, reason, 0.0, None, None, None, None, 0.0)
 
 
 def test_a_page_of_many_jobs_shows_waits_runs_and_refusals() -> None:
     jobs = [
         ONE,
         replace(
-            ONE, name="two", arrival_s=3600.0, start_s=7200.0, end_s=14400.0, end_high_s=14500.0
+            ONE,
+            name="two",
+            arrival_s=3600.0,
+            start_s=7200.0,
+            end_s=14400.0,
+            end_high_s=14500.0,
+            stretches=(replace(KEPT, start_s=7200.0, end_s=14400.0),),
         ),
         refused("three", "GPUs of <a1> cost too much"),
     ]
@@ -98,6 +105,15 @@ def test_a_page_of_many_jobs_shows_waits_runs_and_refusals() -> None:
     assert "two: runs, 2 to 4 hours; a1:4" in page
     assert "GPUs of &lt;a1&gt; cost too much" in page
     assert page.count('class="whisker"') == 2
+
+
+def test_a_page_shows_how_the_hosts_of_a_job_change() -> None:
+    later = PlannedStretch(3600.0, 7200.0, (("a1", 4), ("a2", 2)))
+    page = jobs_page([replace(ONE, stretches=(replace(KEPT, end_s=3600.0), later))], title="plan")
+    check(page)
+    assert "one: runs, 0 to 1 hours; a1:4" in page
+    assert "one: runs, 1 to 2 hours; a1:4,a2:2" in page
+    assert "<td>a1:4 first, a1:4,a2:2 from 60 min</td>" in page
 
 
 def test_a_page_of_refused_jobs_has_no_chart() -> None:
