@@ -22,7 +22,16 @@ from loft_hvd.fleet.speeds import ParameterServers, Ring
 from loft_hvd.fleet.timeline import Bools, Demand, Ints, Value
 from loft_hvd.fleet.traffic import HostRanks, Layout
 
-__all__ = ["RESOURCES", "SPEEDS", "Machines", "demand_of", "in_slots", "value_of", "ways_of"]
+__all__ = [
+    "RESOURCES",
+    "SPEEDS",
+    "Machines",
+    "TotalSeconds",
+    "demand_of",
+    "in_slots",
+    "value_of",
+    "ways_of",
+]
 
 RESOURCES = ("slots", "cpus", "memory_bytes")
 _MOST_TIERS, _MOST_RATES = 12, 3  # sets of machines that a job chooses from, of them by link
@@ -155,11 +164,14 @@ def demand_of(machines: Machines, job: Job, *, speed: TotalSeconds) -> Demand:
     room = np.where(known, each, 0).astype(np.int64)
     kinds = _kinds(machines, job)
     slots = _paced(machines, job, kinds, room, speed)
-    if is_even := ways_of(job) == ("nodes",):
-        room = np.where(_one_of_each_host(machines, job, room), room, 0)
-    even = _some(np.unique([1, *room[room > 0]]), _MOST_EVEN) if is_even else (0,)
-    counts = _counts(job, room, even)
-    tiers = _tiers(machines, job, room)
+    tiers, even = _tiers(machines, job, room), tuple[int, ...]((0,))
+    if "nodes" in ways_of(job):
+        even = _some(np.unique([1, *room[room > 0]]), _MOST_EVEN)
+    if ways_of(job) == ("nodes",):
+        tiers = _one_machine_a_host(machines, job, room, tiers)
+    elif "nodes" in ways_of(job):
+        even = (0, *even)
+    counts = _counts(job, max((int(room[tier].sum()) for tier in tiers), default=0), even)
     draft = Demand(
         job.name,
         job.arrival_s,
@@ -217,22 +229,33 @@ def value_of(job: Job) -> Value:
     return Value(job.worth, job.urgency / job.wished_s, job.wished_s, deadline)
 
 
-def _one_of_each_host(machines: Machines, job: Job, room: Ints) -> Bools:
-    """Return the fastest machine of each host that has room for a worker, [H]."""
+def _one_machine_a_host(
+    machines: Machines, job: Job, room: Ints, tiers: tuple[Bools, ...]
+) -> tuple[Bools, ...]:
+    """Return sets in which no host is twice, as workers would not be as many on each.
+
+    Of a host with several device classes a set keeps the fastest; sets of one class have theirs.
+    """
     order = sorted(range(len(room)), key=lambda at: (room[at] == 0, machines.pace(job, at)))
-    _, first = np.unique([machines.places[at][0].name for at in order], return_index=True)
+    names = np.array([host.name for host, _ in machines.places])
+    _, first = np.unique(names[order], return_index=True)
     is_first = np.zeros(len(room), dtype=bool)
     is_first[np.array(order)[first]] = True
-    return is_first
+    found: dict[bytes, Bools] = {}
+    for tier in tiers:
+        is_twice = len(set(names[tier])) < tier.sum()
+        each = tier & is_first if is_twice else tier
+        found.setdefault(each.tobytes(), each)
+    return tuple(found.values())
 
 
-def _counts(job: Job, room: Ints, even: tuple[int, ...]) -> tuple[int, ...]:
-    """Return numbers of workers to choose from; of ``even`` ones multiples.
+def _counts(job: Job, room: int, even: tuple[int, ...]) -> tuple[int, ...]:
+    """Return numbers of workers to choose from, up to ``room``; of ``even`` ones multiples.
 
     Each is taken up to 8, then in steps of about a quarter.
     """
     least = max(job.min_workers, 1 if job.over != "ranks" else job.parsed_rule.min_rows)
-    most = min(job.max_workers, int(room.sum()), job.global_batch_size // job.min_batch)
+    most = min(job.max_workers, room, job.global_batch_size // job.min_batch)
     found = {least, most}
     for each in even:
         unit = max(each, 1)
@@ -247,12 +270,10 @@ def _counts(job: Job, room: Ints, even: tuple[int, ...]) -> tuple[int, ...]:
 
 def _kinds(machines: Machines, job: Job) -> Ints:
     """Return a number for each machine, the same for those that are as good as each other."""
-    data = machines.fleet.data_of(job)
     numbers: dict[object, int] = {}
     found = []
     for host, device in machines.places:
-        share = 0.0 if data is None else data.share(host.name)
-        key = repr(replace(host, name="", price_per_hour=None)), device, share
+        key = machines.fleet.kind_of(replace(host, price_per_hour=None), job), device
         found.append(numbers.setdefault(key, len(numbers)))
     return np.array(found, dtype=np.int64)
 

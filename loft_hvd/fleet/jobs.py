@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from loft_hvd.aggregation.rule_text import parse_rule
@@ -188,6 +188,12 @@ class Fleet:
                 f"{sorted(each.name for each in self.data)}; name one of these, or add it there"
             )
         return found
+
+    def kind_of(self, host: Host, job: Job) -> tuple[str, float]:
+        """Return what two hosts have in common that are as good as each other to a job."""
+        data = self.data_of(job)
+        share = 0.0 if data is None else data.share(host.name)
+        return repr(replace(host, name="")), share
 
     def rack_link(self, name: str) -> float:
         """Return the bytes a second of a rack's link; infinite where none is given."""

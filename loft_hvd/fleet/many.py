@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -24,6 +24,7 @@ from loft_hvd.fleet.demands import (
 )
 from loft_hvd.fleet.jobs import MOST_WORTH, Fleet, Job
 from loft_hvd.fleet.measured import Origin, with_logs
+from loft_hvd.fleet.misfits import misfit
 from loft_hvd.fleet.now import NowState, RunningJob
 from loft_hvd.fleet.place import Choice
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
@@ -36,6 +37,7 @@ from loft_hvd.fleet.timeline import (
     Outcome,
     PlannedJob,
     PlannedStretch,
+    Refusal,
     Stretch,
     Workload,
 )
@@ -78,7 +80,9 @@ class ManyPlan:
 
     fleet: Fleet
     machines: Machines
-    jobs: tuple[Job, ...]
+    order: tuple[str, ...]  # names of all jobs that do not run yet, as in the file
+    jobs: tuple[Job, ...]  # of these, those that fit somewhere
+    unfit: Mapping[str, tuple[Job, Refusal]]  # the others, by name
     options: ManyOptions
     slot_s: float
     num_slots: int
@@ -123,7 +127,9 @@ class ManyPlan:
     def planned(self) -> tuple[PlannedJob, ...]:
         """All jobs: those that run already, then the others in the order of the file."""
         pairs = zip(self.jobs, self.outcomes, strict=True)
-        return (*self.running, *(self._planned(job, outcome) for job, outcome in pairs))
+        found = {job.name: self._planned(job, outcome) for job, outcome in pairs}
+        found |= {name: _refused(job, refusal.why) for name, (job, refusal) in self.unfit.items()}
+        return (*self.running, *(found[name] for name in self.order))
 
     def at_s(self, slot: float) -> float:
         """Return the instant of a slot, on the clock of ``arrival_s``."""
@@ -131,8 +137,7 @@ class ManyPlan:
 
     def _planned(self, job: Job, outcome: Outcome) -> PlannedJob:
         if outcome.end is None:
-            none = (None,) * 4
-            return PlannedJob(job.name, False, self._why(job, outcome), job.arrival_s, *none, 0)
+            return _refused(job, self._why(job, outcome))
         start_s, end_s = self.at_s(outcome.stretches[0].first), self.at_s(outcome.end)
         errors = [plan.error for plan in self.plans_of(outcome)]
         known = [error for error in errors if error is not None]
@@ -199,6 +204,10 @@ class ManyPlan:
         return f"{text}; {' and '.join(needed)} would admit it"
 
 
+def _refused(job: Job, why: str) -> PlannedJob:
+    return PlannedJob(job.name, False, why, job.arrival_s, None, None, None, None, 0.0)
+
+
 def _up(value: float) -> str:
     """Return a value > 0 in six digits, not rounded down: so much would admit a job."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 5)
@@ -221,8 +230,7 @@ def plan_many(
         now: what runs already, and from when on the others are planned; None: nothing, from 0.
 
     Raises:
-        PlanError: a job fits nowhere, had it all machines for itself, or those that run have not
-            the room that they are said to have.
+        PlanError: those that run have not the room that they are said to have.
     """
     now = NowState() if now is None else now
     now.check(jobs)
@@ -232,10 +240,8 @@ def plan_many(
         for name, job in jobs.items()
         if name not in now.finished
     }
-    seconds = {
-        name: in_slots(demand_of(machines, job, speed=SPEEDS[options.model]), 1.0, now_s=now.now_s)
-        for name, (job, _) in known.items()
-    }
+    pinned_names = {each.job for each in now.running}
+    seconds, unfit = _demands(machines, known, options, now.now_s, pinned_names)
     pinned = {
         each.job: _pinned(machines, known[each.job][0], each, seconds) for each in now.running
     }
@@ -264,7 +270,9 @@ def plan_many(
     return ManyPlan(
         fleet,
         machines,
+        tuple(name for name in known if name not in pinned),
         tuple(known[demand.name][0] for demand in demands),
+        unfit,
         options,
         slot_s,
         num_slots,
@@ -276,6 +284,38 @@ def plan_many(
             _still_running(jobs[each.job], each, now, pinned[each.job][1]) for each in now.running
         ),
     )
+
+
+def _demands(
+    machines: Machines,
+    known: Mapping[str, tuple[Job, Mapping[str, Origin]]],
+    options: ManyOptions,
+    now_s: float,
+    running: Collection[str],
+) -> tuple[dict[str, Demand], dict[str, tuple[Job, Refusal]]]:
+    """Return demands in slots of a second, and the jobs that fit nowhere or wait for such.
+
+    Raises:
+        PlanError: a job that runs fits nowhere.
+    """
+    speed = SPEEDS[options.model]
+    seconds: dict[str, Demand] = {}
+    unfit: dict[str, tuple[Job, Refusal]] = {}
+    for name, (job, _) in known.items():
+        try:
+            seconds[name] = in_slots(demand_of(machines, job, speed=speed), 1.0, now_s=now_s)
+        except PlanError:
+            if name in running:
+                raise
+            unfit[name] = job, misfit(machines, job, speed=speed)
+    gone = list(unfit)
+    for lost in gone:
+        for name in [each for each in seconds if lost in known[each][0].after]:
+            if name not in running:
+                del seconds[name]
+                unfit[name] = known[name][0], Refusal(why=f"it is after {lost}, which does not end")
+                gone.append(name)
+    return seconds, unfit
 
 
 def _pinned(
@@ -440,7 +480,7 @@ def describe_many(plan: ManyPlan) -> tuple[str, list[str]]:
         for found in plan.plans_of(outcome)
         if found.is_apart and found.simulated_s is not None
     ]
-    if plan.prices is not None:
+    if plan.prices is not None and plan.outcomes:
         hourly = plan.prices.times(_HOUR_S / plan.slot_s)
         lines.append(
             f"a rank's place costs {hourly.low[0]:.4g} an hour where all of a host's are free, "
@@ -452,11 +492,14 @@ def describe_many(plan: ManyPlan) -> tuple[str, list[str]]:
 def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
     """Return a plan as JSON values; docs/plan.md has the schema."""
     found = []
-    outcomes = [*(None for _ in plan.running), *plan.outcomes]
-    for each, outcome in zip(plan.planned, outcomes, strict=True):
+    outcomes = {outcome.demand.name: outcome for outcome in plan.outcomes}
+    for each in plan.planned:
+        outcome = outcomes.get(each.name)
         places = [] if outcome is None else plan.plans_of(outcome)
         tried = places[0] if len(places) == 1 else None
         refusal = None if outcome is None else outcome.refusal
+        if each.name in plan.unfit:
+            _, refusal = plan.unfit[each.name]
         found.append(
             {
                 **encode(each),
@@ -473,7 +516,7 @@ def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
                 "step_s": None if tried is None else tried.best.step_s,
                 "simulated_step_s": None if tried is None else tried.simulated_s,
                 "is_apart": None if tried is None else tried.is_apart,
-                "is_running": outcome is None,
+                "is_running": each in plan.running,
                 "refusal": None if refusal is None else encode(refusal),
             }
         )

@@ -138,13 +138,7 @@ class _Search:
         self._fleet, self._job, self._offers = fleet, job, offers
         self._tried: dict[tuple[str, _State], float] = {}
         self._tries_left = 0
-        self.kinds = [self._kind(offer) for offer in offers]
-
-    def _kind(self, offer: _HostOffer) -> tuple[str, float]:
-        """Return what two hosts have in common that are as good as each other."""
-        data = self._fleet.data_of(self._job)
-        share = 0.0 if data is None else data.share(offer.host.name)
-        return repr(replace(offer.host, name="")), share
+        self.kinds = [fleet.kind_of(offer.host, job) for offer in offers]
 
     def run(self) -> list[Prediction]:
         """Return the best places, best first, no two of the same kinds of hosts."""

@@ -95,8 +95,7 @@ def _oasis(workload: Workload, options: Options) -> tuple[Outcome, ...]:
 
 
 def _blind(demand: Demand) -> Demand:
-    everywhere = np.any(demand.tiers, axis=0)
-    return replace(demand, tiers=(everywhere,), has_singles=False)
+    return replace(demand, tiers=demand.tiers[:1], has_singles=False)
 
 
 def _fifo(workload: Workload, options: Options) -> tuple[Outcome, ...]:
@@ -226,7 +225,7 @@ def _placed(
         demand = job.demand
         bundle = demand.bundle
         asked = bundle > 0
-        usable = np.where(np.any(demand.tiers, axis=0)[:, None], left, 0.0)
+        usable = np.where(demand.tiers[0][:, None], left, 0.0)
         room = np.floor(np.min(usable[:, asked] / bundle[asked] + 1e-9, axis=1))
         before = job.last_placement(slot)
         stays = np.zeros(len(left)) if before is None else before[0]

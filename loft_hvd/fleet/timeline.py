@@ -118,7 +118,7 @@ class Demand:
     wanted: int  # of them, for policies that choose none
     # Slots of the whole job on machines, [K, H]; infinite where it cannot run so.
     slots: Callable[[Ints], float]
-    tiers: tuple[Bools, ...]  # sets of machines to choose from, [H]
+    tiers: tuple[Bools, ...]  # sets of machines to choose from, [H]; the first is the widest
     kinds: Ints  # machines that are as good as each other have one number, [H]
     least_slots: tuple[float, ...]  # on the best machines, of each of ``counts``
     after: tuple[str, ...] = ()

@@ -226,6 +226,7 @@ _LAYERS = {
     "fleet/bounds.py": 2,
     "fleet/many.py": 8,
     "fleet/now.py": 8,
+    "fleet/misfits.py": 8,
     "report/__init__.py": 0,
     "report/svg.py": 0,
     "report/html.py": 1,

@@ -8,15 +8,24 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from loft_hvd.errors import ArgumentError, DataError, PlanError
+from loft_hvd.errors import ArgumentError, DataError
 from loft_hvd.fleet.bounds import fluid_bound, gang_optimum
 from loft_hvd.fleet.demands import SPEEDS, Machines, demand_of, ours_s
 from loft_hvd.fleet.elastic import admit_schedule
-from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job, JobList
+from loft_hvd.fleet.jobs import (
+    DataSet,
+    DeviceModel,
+    Fleet,
+    Host,
+    Job,
+    JobList,
+    WorkerNeeds,
+)
 from loft_hvd.fleet.many import ManyOptions, describe_many, many_table, many_to_dict, plan_many
 from loft_hvd.fleet.now import NowState, RunningJob, read_now
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
@@ -463,10 +472,78 @@ def test_jobs_that_wait_for_each_other_or_for_none_are_refused(
         JobList([replace(JOB, name=name, after=after.get(name, [])) for name in ("a", "b")])
 
 
-def test_a_job_that_fits_nowhere_is_an_error_that_says_so() -> None:
-    job = replace(JOB, min_workers=5)
-    with pytest.raises(PlanError, match="fits nowhere, had it all machines"):
-        plan_many(FLEET, {"a": job}, ManyOptions())
+MISFITS = {
+    "min_workers = 4": {"min_workers": 5},
+    "needs.cpus = 8": {"needs": WorkerNeeds(cpus=9)},
+    "needs.memory_bytes = 16000000000": {"needs": WorkerNeeds(memory_bytes=17e9)},
+    "needs.memory_bytes = 8000000000": {"needs": WorkerNeeds(memory_bytes=9e9), "min_workers": 3},
+    'rule = "trimmed_mean:f=1"': {"rule": "trimmed_mean:f=2"},
+    "max_workers = 3": {"rule": "trimmed_mean:f=1", "max_workers": 2},
+    'over = "ranks" or rule = "trimmed_mean:f=0"': {"rule": "trimmed_mean:f=1", "over": "nodes"},
+    "global_batch_size = 6": {"rule": "trimmed_mean:f=1", "global_batch_size": 5},
+    "global_batch_size = 40": {"models": {"T4": DeviceModel(1e-3, max_batch=10)}},
+}
+
+
+@pytest.mark.parametrize(("change", "wrong"), MISFITS.items())
+def test_a_job_that_fits_nowhere_is_told_what_would_do_and_others_are_planned(
+    change: str, wrong: dict[str, Any]
+) -> None:
+    fleet = Fleet([replace(host, memory_bytes=16e9) for host in HOSTS])
+    jobs = {
+        "big": replace(JOB, name="big", **wrong),
+        "next": replace(JOB, name="next", after=["big"]),
+        "last": replace(JOB, name="last", after=["next"]),
+        "a": JOB,
+    }
+    plan = plan_many(fleet, jobs, ManyOptions(simulates=False))
+    big, then, last, other = plan.planned
+    assert other.is_admitted
+    assert f"; {change} " in big.reason or f" or {change} " in big.reason, big.reason
+    assert big.reason.startswith("it fits nowhere: ")
+    assert "it is after big" in then.reason
+    assert "it is after next" in last.reason
+    told = json.loads(json.dumps(many_to_dict(plan), allow_nan=False))
+    assert list(faults(told, SCHEMA, SCHEMA)) == []
+    assert told["jobs"][0]["refusal"]["resource"] in ("slots", "cpus", "memory_bytes")
+
+
+def test_jobs_that_all_fit_nowhere_are_all_told() -> None:
+    jobs = {
+        "a": replace(JOB, models={"A100": DeviceModel(1e-3)}),
+        "b": replace(JOB, name="b", min_workers=5, needs=WorkerNeeds(cpus=9)),
+    }
+    a, b = plan_many(FLEET, jobs, ManyOptions()).planned
+    assert "models of ['A100'], and hosts have ['T4']" in a.reason
+    assert "no change of a single key" in b.reason
+
+
+def test_a_rule_over_either_gets_even_places_where_these_are_faster() -> None:
+    # On 3 hosts with thin links a rule over nodes sends a third; 4, 4 and 4 ranks are even.
+    fleet = Fleet([Host(f"h{at}", {"T4": room}, 5e8) for at, room in enumerate((7, 6, 4))])
+    models = {"T4": DeviceModel(1e-2)}
+    job = replace(JOB, models=models, rule="trimmed_mean:f=1", model_bytes=4e7)
+    job = replace(job, global_batch_size=480)
+    packed = demand_of(Machines.of(fleet), replace(job, over="ranks"), speed=ours_s)
+    either = demand_of(Machines.of(fleet), job, speed=ours_s)
+    nodes = demand_of(Machines.of(fleet), replace(job, over="nodes"), speed=ours_s)
+    assert min(nodes.least_slots) < 0.9 * min(packed.least_slots)
+    assert min(either.least_slots) <= min(*nodes.least_slots, *packed.least_slots)
+    (planned,) = plan_many(fleet, {"a": job}, ManyOptions(simulates=False)).planned
+    assert dict(planned.hosts) == {"h0": 4, "h1": 4, "h2": 4}
+
+
+def test_a_rule_over_nodes_takes_the_slower_devices_of_hosts_that_have_two() -> None:
+    hosts = [Host(f"h{at}", {"T4": 2, "V100": 1}, 1.25e9) for at in range(3)]
+    models = {"T4": DeviceModel(1e-3), "V100": DeviceModel(0.9e-3)}
+    job = replace(NODES, models=models, min_workers=6)
+    now = NowState(running=[RunningJob("b", {f"h{at}": 1 for at in range(3)})])
+    busy = replace(JOB, name="b", models={"V100": DeviceModel(1.0)}, steps=100_000)
+    plan = plan_many(
+        Fleet(hosts), {"a": job, "b": busy}, ManyOptions(simulates=False, horizon_s=2e4), now=now
+    )
+    assert plan.planned[1].start_s == 0.0
+    assert dict(plan.planned[1].hosts) == {"h0": 2, "h1": 2, "h2": 2}
 
 
 @pytest.mark.parametrize("options", [{"policy": "luck"}, {"model": "x"}, {"slot_s": math.nan}])
