@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import socket
 import statistics
 import sys
@@ -161,6 +162,8 @@ def main() -> None:
         return
     if reason := why_not():
         raise SystemExit(reason)
+    # Hosts are taken down, too, where this process is asked to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     bed = Testbed(f"long{os.getpid()}")
     kept: dict[tuple[float, float], dict[str, Any]] = {}
     if args.json and Path(args.json).exists():
