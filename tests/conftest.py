@@ -15,12 +15,14 @@ settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole claims are long, and so are all but every so manieth case of a test that says so."""
+    """Leave cases of tests marked `every` to the next larger run; whole claims are long, too."""
     cases: Counter[str] = Counter()
     for item in items:
         test = item.nodeid.split("[")[0]
         sampled = item.get_closest_marker("every")
-        is_left_out = sampled is not None and cases[test] % sampled.args[0] != 0
+        if sampled is not None and cases[test] % sampled.args[0] != 0:
+            is_long = item.get_closest_marker("long") is not None
+            item.add_marker(pytest.mark.whole if is_long else pytest.mark.long)
         cases[test] += 1
-        if is_left_out or item.get_closest_marker("whole") is not None:
+        if item.get_closest_marker("whole") is not None:
             item.add_marker(pytest.mark.long)

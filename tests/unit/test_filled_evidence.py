@@ -188,6 +188,7 @@ def test_honest_workers_that_lose_blocks_are_not_named(
 
 
 @pytest.mark.long
+@pytest.mark.every(3)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_honest_workers_that_lose_blocks_are_not_named_in_ten_thousand_steps(

@@ -135,6 +135,7 @@ def test_where_nothing_is_lost_results_have_the_bits_of_no_gather(
 
 
 @pytest.mark.long
+@pytest.mark.every(3)
 @BOTH
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_thousand_steps_leave_one_model_and_take_no_memory(loss: float, train: Any) -> None:
