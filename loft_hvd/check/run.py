@@ -11,7 +11,7 @@ from pathlib import Path
 from loft_hvd.check.calls import find_unfinished
 from loft_hvd.check.findings import find
 from loft_hvd.check.notes import CALLS, DRAFT, Finding, Notes
-from loft_hvd.check.source import is_for_torchrun
+from loft_hvd.check.source import is_for_torchrun, own_launcher
 from loft_hvd.codec import decode
 from loft_hvd.config import VARIABLES
 from loft_hvd.doctor.inspect import HorovodBuild
@@ -73,7 +73,8 @@ def check_script(
             script imports torch.distributed, or what stands on it, and no Horovod.
 
     Raises:
-        ArgumentError: fewer than two ranks, no time, no such script or launcher.
+        ArgumentError: fewer than two ranks, no time, no such script or launcher; or the script
+            starts its ranks itself.
         DataError: a rank left no notes.
     """
     if not Path(script).is_file():
@@ -86,6 +87,13 @@ def check_script(
     if launcher not in (None, *LAUNCHERS):
         raise ArgumentError(
             f"check: launcher={launcher!r} must be one of {', '.join(map(repr, LAUNCHERS))}"
+        )
+    if (own := own_launcher(script)) is not None:
+        raise ArgumentError(
+            f"check {script}: it imports {own}, which starts its ranks itself, not as a launcher's "
+            "line does, so that none of them could be watched; put the function that they run into "
+            f"a script without {own}, with torch.distributed.init_process_group() and "
+            "DistributedDataParallel or hvd.init(), and check that"
         )
     if launcher is None:
         launcher = "torchrun" if is_for_torchrun(script) else "horovod"

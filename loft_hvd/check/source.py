@@ -6,10 +6,18 @@ import ast
 import functools
 import linecache
 
-__all__ = ["branches_around", "is_for_torchrun", "is_inside", "is_looped", "loop_around"]
+__all__ = [
+    "branches_around",
+    "is_for_torchrun",
+    "is_inside",
+    "is_looped",
+    "loop_around",
+    "own_launcher",
+]
 
 # Packages that connect ranks by torch.distributed.
 _ON_TORCH = {"accelerate", "lightning", "pytorch_lightning", "transformers"}
+_OWN_LAUNCHERS = ("ray.train", "horovod.ray", "horovod.spark")  # they start ranks themselves
 
 
 @functools.cache
@@ -20,13 +28,25 @@ def _tree(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def is_for_torchrun(script: str) -> bool:
-    """Say whether a script imports what torchrun starts, and no Horovod, by itself."""
+def _imported(script: str) -> set[str]:
+    """Return the modules that a script itself imports, and the names that it takes of them."""
     nodes = list(ast.walk(_tree(script)))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def own_launcher(script: str) -> str | None:
+    """Return the module that a script imports to start its ranks by itself, if any."""
+    names = " ".join(f"{name}." for name in sorted(_imported(script)))
+    return next((each for each in _OWN_LAUNCHERS if f" {each}." in f" {names}"), None)
+
+
+def is_for_torchrun(script: str) -> bool:
+    """Say whether a script imports what torchrun starts, and no Horovod, by itself."""
+    names = _imported(script)
     tops = {name.partition(".")[0] for name in names}
     uses_torch = any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in names)
     return "horovod" not in tops and (uses_torch or bool(tops & _ON_TORCH))

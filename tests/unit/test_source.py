@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loft_hvd.check.source import is_for_torchrun
+from loft_hvd.check.source import is_for_torchrun, own_launcher
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,24 @@ def test_a_script_is_for_torchrun_by_its_imports(
     script = tmp_path / "train.py"
     script.write_text(text)
     assert is_for_torchrun(str(script)) is is_torchrun
+
+
+@pytest.mark.parametrize(
+    ("text", "module"),
+    [
+        ("import ray.train.torch", "ray.train"),
+        ("import ray\nfrom ray.train.torch import TorchTrainer", "ray.train"),
+        ("from ray import train", "ray.train"),
+        ("from horovod.ray import RayExecutor", "horovod.ray"),
+        ("import horovod.spark", "horovod.spark"),
+        ("import ray.data\nimport torch.distributed", None),
+        ("import ray.trainable", None),
+        ("import horovod.torch as hvd", None),
+    ],
+)
+def test_a_script_that_starts_its_ranks_itself_is_known_by_its_imports(
+    text: str, module: str | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert own_launcher(str(script)) == module
