@@ -984,7 +984,7 @@ class Balancer(NeverCopied):
         """Close an optimizer step; exchange times and plans when it is time for them."""
         with self.log.faults():
             self._live.step_ended()
-        if _is_main_thread() and not self._is_from_main:  # autograd has threads of its own
+        if not self._is_from_main and _is_main_thread():  # autograd has threads of its own
             self._warn_of_order(OTHER_THREAD)
         waits = self._batches.in_work  # fetched by now: its turn begins
         arrival = None if waits is None else self._batches.arrivals.pop(waits.step, None)

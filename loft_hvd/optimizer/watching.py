@@ -158,11 +158,11 @@ class TrainingWatch:
         self._trains_in_train |= model.training
         if self._is_in_pass:  # of two forward passes and one backward
             return
-        samples = next((len(x) for x in _tensors((given, named), 1) if x.ndim), 0)
+        samples = _num_samples((*given, *named.values()))
         stall_s, is_first = self._stall_s, self._num_passes == 0
         self._tell(
             lambda balancer: balancer.begin_watched_pass(
-                samples=max(samples, 1), stall_s=stall_s, is_first=is_first
+                samples=samples, stall_s=stall_s, is_first=is_first
             )
         )
         self._stall_s = None if stall_s is None else 0.0
@@ -237,8 +237,16 @@ def _unwatched(*_: Any) -> None:
     """Stand for the hook in a copy of a watched model."""
 
 
+def _num_samples(given: tuple[Any, ...]) -> int:
+    """Return how many samples a model is given, by its first tensor; 1 where that does not tell."""
+    for each in given:
+        if isinstance(each, Tensor) and each.ndim:
+            return max(len(each), 1)
+    return 1
+
+
 def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors of what a model takes or returns, some of them."""
+    """Yield the tensors of what a model returns, some of them."""
     found = 0
     todo = [(value, 0)]
     while todo and found < _MOST_OUTPUTS:
