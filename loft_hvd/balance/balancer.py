@@ -102,9 +102,10 @@ class Balancer(NeverCopied):
             where its memory holds less, and its batches have less padding.
         first_sizes: sizes that an adaptive policy starts from: every rank's, [world_size], or the
             file that ``loft-hvd plan --sizes`` wrote, which has them by host; None takes the file
-            ``LOFT_HVD_FIRST_SIZES``, and without it sizes start equal, or in proportion to memory
-            where CUDA devices have unequal ones. Rank 0's count. Where they are of other hosts or
-            another global batch sizes start equal, with a warning.
+            ``LOFT_HVD_FIRST_SIZES``, and without it sizes start equal, or in proportion to free
+            memory where that of CUDA devices is unequal: make the balancer once the model is on its
+            device. Rank 0's count. Where they are of other hosts or another global batch sizes
+            start equal, with a warning.
         max_count: most that ``count`` may say of one sample, >= 1: the tokens of the longest text,
             the pixels of an image. Claims of more are cut, and told. None for no limit.
         transport: the ranks; by default Horovod's, else those of torch.distributed, else this one

@@ -3,10 +3,11 @@
 They come as a list, or as a file that ``loft-hvd plan`` has written, which has them by host: ranks
 may be numbered in any order, and hosts may call themselves by a longer or a shorter name.
 
-Where none are given, and devices have unequal memory, sizes start in proportion to that. A batch of
-``x`` takes ``a + b x`` bytes, so wherever equal sizes fit these do as well: with the least memory
-``m``, ``a + b X / n <= m``, a rank of ``k m`` gets at most ``k X / n``, and ``a + k b X / n`` is at
-most ``k m``. And they fit where equal ones do not.
+Where none are given, and devices have unequal free memory, sizes start in proportion to that. A
+batch of ``x`` takes ``a + b x`` bytes more, so wherever equal sizes fit these do as well: with the
+least memory ``m``, ``a + b X / n <= m``, a rank of ``k m`` gets at most ``k X / n``, and
+``a + k b X / n`` is at most ``k m``. And they fit where equal ones do not: with ``a = 0``, once the
+model and all else is on the device, wherever any sizes do.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def fit_first_sizes(given: FirstSizes, hosts: Sequence[str], global_batch_size: 
 
 
 def sizes_by_memory(memory: Sequence[int], global_batch_size: int, *, min_batch: int) -> Sizes:
-    """Return sizes in proportion to devices' bytes, [world_size]; empty where they are as equal.
+    """Return sizes in proportion to devices' free bytes, [world_size]; empty where these are alike.
 
     0 bytes are not known.
     """

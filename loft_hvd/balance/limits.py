@@ -46,7 +46,7 @@ class Device:
     number: int  # counts the ranks of that host, from 0
     name: str  # such as "Tesla T4" or "CPU AMD EPYC 7B13"
     is_cuda: bool
-    memory: int = 0  # bytes, all in all; 0 where it is not known
+    memory: int = 0  # bytes that nothing holds as ranks meet; 0 where it is not known
 
     @property
     def key(self) -> str:
@@ -179,11 +179,13 @@ def _by_name(limits: Mapping[str, int | None], device: Device, rank: int) -> int
 
 
 def own_device() -> tuple[str, str, bool, int]:
-    """Return this process's host, its device's name, whether it is a CUDA device, its memory."""
+    """Return this process's host, its device's name, whether it is a CUDA device, free bytes."""
     host = socket.gethostname()
     if torch.cuda.is_available():
         told = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return host, told.name, True, told.total_memory
+        free, _ = torch.cuda.mem_get_info()
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch keeps it
+        return host, told.name, True, free + unused
     return host, f"CPU {cpu_name()}".strip(), False, 0
 
 

@@ -6,10 +6,12 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -165,6 +167,24 @@ def test_sizes_follow_memory_where_it_is_unequal(
     memory: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
     assert sizes_by_memory(memory, 100, min_batch=2) == sizes
+
+
+def test_memory_that_models_and_others_hold_is_no_room_for_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model takes 6 bytes of each rank's 24 and 12, and somebody else 3 of the second."""
+    told = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda _: SimpleNamespace(name="GPU", total_memory=24),
+        "mem_get_info": lambda: (16, 24),  # torch holds 8, of which 2 are unused
+        "memory_reserved": lambda: 8,
+        "memory_allocated": lambda: 6,
+    }
+    for name, call in told.items():
+        monkeypatch.setattr(torch.cuda, name, call)
+    assert own_device()[1:] == ("GPU", True, 18)
+    assert sizes_by_memory((18, 12 - 6 - 3), 21, min_batch=1) == (18, 3)
 
 
 @given(
