@@ -312,7 +312,7 @@ def _plan_many(
     if files.check is not None:
         raise UsageError(
             "plan: --check is of one job; name it with --job, and leave away --policy, "
-            "--model, --slot, --horizon and --now"
+            "--model, --slot, --horizon, --now and --prices"
         )
     of_one = {"--emit": files.emit, "--sizes": files.sizes_file}
     asked = [option for option, value in of_one.items() if value is not None]
@@ -719,11 +719,16 @@ def _add_fleet_commands(app: typer.Typer) -> None:
         now: str = typer.Option(
             None, metavar="FILE", help="What runs already, a TOML file; it is not moved."
         ),
+        prices: str = typer.Option(
+            None,
+            metavar="NAME=LOW:HIGH,...",
+            help="Prices by the hour of slots, cpus or memory_bytes; others follow from the jobs.",
+        ),
     ) -> None:
         """Say which hosts a job should take, with what sizes; of several jobs, which run when."""
-        from loft_hvd.fleet.many import ManyOptions
+        from loft_hvd.fleet.many import ManyOptions, read_prices
 
-        given = (policy, model, slot_s, horizon_s, now)
+        given = (policy, model, slot_s, horizon_s, now, prices)
         is_many = any(each is not None for each in given)
         files = _PlanFiles(json_file, sizes, page, emit, image, check, now, is_many)
         options = ManyOptions(
@@ -733,6 +738,7 @@ def _add_fleet_commands(app: typer.Typer) -> None:
             horizon_s,
             simulates=simulate,
             assume=assume,
+            prices={} if prices is None else read_prices(prices),
         )
         _plan(cluster, jobs, job, files, options=options)
 
@@ -962,11 +968,12 @@ def _bench_app() -> typer.Typer:
         scale: float = typer.Option(1.0, min=1e-6, help="What prices are multiplied by."),
         solver: str = typer.Option("fill", help="Of workers and servers: fill, milp or round."),
         json_file: str = json_option,
+        page: str = typer.Option(None, metavar="FILE", help="Write a page with plots."),
     ) -> None:
         """Plan made-up jobs that arrive at a cluster, by all policies, beside a bound on worth."""
         names = _names(policies) or tuple(POLICIES)
         chosen = TraceBench(_names(settings), seeds, names, reserve, scale, solver)
-        raise typer.Exit(commands.bench_plan(chosen, json_file=json_file, show=_print_table))
+        raise typer.Exit(commands.bench_plan(chosen, files=(json_file, page), show=_print_table))
 
     return app
 

@@ -39,8 +39,15 @@ from loft_hvd.bench.robustness import (
 )
 from loft_hvd.bench.scopes import SHARDS_EXPOSED, ScopeCost, cost_of
 from loft_hvd.bench.steps import StepBench
-from loft_hvd.bench.traces import TraceBench, measure_traces, summarise_traces, trace_rows
+from loft_hvd.bench.traces import (
+    TraceBench,
+    measure_traces,
+    summarise_traces,
+    trace_rows,
+    traces_page,
+)
 from loft_hvd.errors import DataError, MissingDependencyError
+from loft_hvd.files import write_whole
 
 __all__ = [
     "Show",
@@ -223,13 +230,22 @@ def bench_robustness(
     return _write(results, files[0])
 
 
-def bench_plan(bench: TraceBench, *, json_file: str | None, show: Show) -> int:
-    """Plan made-up jobs by all policies, show what each comes to; return the exit status."""
-    check_writable(json_file)
+def bench_plan(bench: TraceBench, *, files: tuple[str | None, str | None], show: Show) -> int:
+    """Plan made-up jobs by all policies, show what each comes to; return the exit status.
+
+    Args:
+        bench: what is measured.
+        files: for the results as JSON, and for a page with plots; None: not written.
+        show: prints a table.
+    """
+    json_file, page_file = files
+    check_writable(*files)
     found = measure_traces(bench, progress=_tell)
     for name, rows in found.items():
         show(trace_rows(name, rows))
     summaries = {name: summarise_traces(rows) for name, rows in found.items()}
+    if page_file is not None:
+        write_whole(page_file, traces_page(found), what="--page")
     return _write({"bench": asdict(bench), "summary": summaries, "runs": found}, json_file)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,11 @@ from loft_hvd.errors import ArgumentError
 from loft_hvd.fleet.bounds import fluid_bound, gang_optimum
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import RESERVE
-from loft_hvd.fleet.solvers import PACKING_SOLVERS
+from loft_hvd.fleet.solvers import PACKING_SOLVERS, noting
 from loft_hvd.fleet.speeds import ParameterServers, Ring
 from loft_hvd.fleet.timeline import Demand, Ints, Outcome, Value, Workload
+from loft_hvd.report.html import table, whole_page
+from loft_hvd.report.svg import bars
 
 __all__ = [
     "SETTINGS",
@@ -31,6 +35,7 @@ __all__ = [
     "measure_traces",
     "summarise_traces",
     "trace_rows",
+    "traces_page",
 ]
 
 _GB, _SLOT_S = 1e9, 3600.0
@@ -259,9 +264,11 @@ def _measure(bench: TraceBench, setting: TraceSetting, seed: int) -> dict[str, A
     )
     for policy in bench.policies:
         before = time.perf_counter()
-        outcomes = plan_all(policy, workload, options)
+        with noting() as warned:
+            outcomes = plan_all(policy, workload, options)
         seconds = time.perf_counter() - before
         row["policies"][policy] = _summary(outcomes, row["bound"], seconds)
+        row["policies"][policy]["warnings"] = dict(warned)
     return row
 
 
@@ -324,6 +331,33 @@ def trace_rows(name: str, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         ]
         table.append([policy, *shown])
     return table
+
+
+def traces_page(found: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """Return a page with what each policy came to: of the bound on worth, and in time."""
+    parts = ["<h1>Policies on made-up jobs</h1>"]
+    for name, rows in found.items():
+        summary = summarise_traces(rows)
+        titles, *cells = trace_rows(name, rows)
+        parts += [
+            f"<h2>{escape(name)}, {len(rows)} draws</h2>",
+            "<p>Worth as a share of one that no policy can exceed: mean, then the least.</p>",
+            bars(_percents(summary, "share"), ["mean"], unit="%"),
+            bars(_percents(summary, "least_share"), ["least"], unit="%"),
+            table(titles, cells),
+        ]
+        warned = Counter[str]()
+        for row in rows:
+            for each in row["policies"].values():
+                warned.update(each["warnings"])
+        parts += [f"<p>{number} times: {escape(text)}</p>" for text, number in warned.items()]
+    return whole_page("\n".join(parts), title="loft-hvd bench plan")
+
+
+def _percents(
+    summary: Mapping[str, Mapping[str, float | None]], what: str
+) -> list[tuple[str, list[float]]]:
+    return [(policy, [100.0 * (each[what] or 0.0)]) for policy, each in summary.items()]
 
 
 def _show(number: float | None, digits: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -31,6 +31,7 @@ from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import PriceRange, price_range
 from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import JobPlan, say_changes, scenario_of, show_ranks, show_time
+from loft_hvd.fleet.solvers import noting
 from loft_hvd.fleet.timeline import (
     Demand,
     Ints,
@@ -43,11 +44,21 @@ from loft_hvd.fleet.timeline import (
 )
 from loft_hvd.simulate.simulation import simulate
 
-__all__ = ["ManyOptions", "ManyPlan", "describe_many", "many_table", "many_to_dict", "plan_many"]
+__all__ = [
+    "ManyOptions",
+    "ManyPlan",
+    "describe_many",
+    "many_table",
+    "many_to_dict",
+    "plan_many",
+    "read_prices",
+]
 
 _SLOTS, _MOST_SLOTS = 200, 2000
 _SIGMAS = 1.645  # a normal value is below so many standard errors in 19 of 20 cases
 _HOUR_S = 3600.0
+Span = tuple[float, float]  # a low and a high price
+_LEAST_PRICE = 1e-30  # prices are low (high / low) ** share
 _HASTE = 1.0  # of its worth, that a job without urgency would give to end now, not at the horizon
 
 
@@ -61,6 +72,8 @@ class ManyOptions:
     horizon_s: float | None = None  # None: by what the jobs take
     simulates: bool = True
     assume: bool = False  # what run logs do not tell apart
+    # Of a unit of each resource in an hour, all free and all taken; others follow from the jobs.
+    prices: Mapping[str, Span] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for what, value, known in (
@@ -72,6 +85,32 @@ class ManyOptions:
         for what, seconds in (("slot", self.slot_s), ("horizon", self.horizon_s)):
             if seconds is not None and not 1e-3 <= seconds <= 1e9:
                 raise ArgumentError(f"--{what} {seconds:g} must be 0.001 to 1e9 seconds")
+        for name, (low, high) in self.prices.items():
+            if name not in RESOURCES or not _LEAST_PRICE <= low <= high <= MOST_WORTH:
+                raise ArgumentError(
+                    f"--prices {name}={low:g}:{high:g} must be one of {', '.join(RESOURCES)} with "
+                    f"{_LEAST_PRICE:g} <= low <= high <= {MOST_WORTH:g} an hour"
+                )
+        if self.prices and self.policy not in ("price", "oasis"):
+            raise ArgumentError(
+                f"--prices are those of price and oasis; --policy {self.policy} has none"
+            )
+
+
+def read_prices(text: str) -> dict[str, Span]:
+    """Read ``slots=0.1:4.7,cpus=0.01:1``: prices by the hour, all free and all taken."""
+    found: dict[str, Span] = {}
+    for part in text.split(","):
+        name, _, span = part.partition("=")
+        low, _, high = span.partition(":")
+        try:
+            found[name.strip()] = float(low), float(high)
+        except ValueError:
+            raise ArgumentError(
+                f"--prices {text!r} must be such as slots=0.1:4.7, a low and a high price of a "
+                f"unit in an hour; several of {', '.join(RESOURCES)} with commas between"
+            ) from None
+    return found
 
 
 @dataclass(frozen=True)
@@ -91,6 +130,7 @@ class ManyPlan:
     prices: PriceRange | None  # of a unit in a slot; None: the policy has none
     now_s: float = 0.0
     running: tuple[PlannedJob, ...] = ()
+    warnings: tuple[str, ...] = ()  # of solvers
 
     def plan_of(self, outcome: Outcome, stretch: Stretch) -> JobPlan | None:
         """Return a job's place, worked out at length; None where it was not."""
@@ -265,8 +305,9 @@ def plan_many(
     _check_room(workload)
     prices = None
     if options.policy in ("price", "oasis"):
-        prices = price_range(workload)
-    outcomes = plan_all(options.policy, workload, Options(prices=prices))
+        prices = _with_given(price_range(workload), options.prices, slot_s)
+    with noting() as warned:
+        outcomes = plan_all(options.policy, workload, Options(prices=prices))
     return ManyPlan(
         fleet,
         machines,
@@ -283,7 +324,17 @@ def plan_many(
         tuple(
             _still_running(jobs[each.job], each, now, pinned[each.job][1]) for each in now.running
         ),
+        tuple(warned),
     )
+
+
+def _with_given(prices: PriceRange, given: Mapping[str, Span], slot_s: float) -> PriceRange:
+    """Return prices with those that a user gives by the hour in place."""
+    low, high = prices.low.copy(), prices.high.copy()
+    for name, span in given.items():
+        at = RESOURCES.index(name)
+        low[at], high[at] = np.array(span) * slot_s / _HOUR_S
+    return PriceRange(low, high)
 
 
 def _demands(
@@ -480,6 +531,7 @@ def describe_many(plan: ManyPlan) -> tuple[str, list[str]]:
         for found in plan.plans_of(outcome)
         if found.is_apart and found.simulated_s is not None
     ]
+    lines += [f"warning: {each}" for each in plan.warnings]
     if plan.prices is not None and plan.outcomes:
         hourly = plan.prices.times(_HOUR_S / plan.slot_s)
         lines.append(
@@ -535,5 +587,6 @@ def many_to_dict(plan: ManyPlan) -> dict[str, Any]:
             if any(outcome.demand.needs[:, at].any() for outcome in plan.outcomes)
         },
         "worth": sum(each.worth for each in plan.planned),
+        "warnings": list(plan.warnings),
         "jobs": found,
     }

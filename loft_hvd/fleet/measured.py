@@ -248,15 +248,17 @@ def with_logs(
     """
     models: dict[str, DeviceModel] = {}
     origins: dict[str, Origin] = {}
-    hidden = job.hidden_share
+    hidden, rest_s = job.hidden_share, job.rest_s
     for path in job.logs:
         run = read_log(path)
         found = _models_of(fleet, job, run, now_s=now_s, assume=assume)
         models |= {device: model for device, (model, _) in found.items()}
         origins |= {device: origin for device, (_, origin) in found.items()}
-        hidden = job.hidden_share or _hidden_share(fleet, job, run)
+        beside = _beside(fleet, job, run)
+        hidden, rest_s = job.hidden_share or beside[0], job.rest_s or beside[1]
     origins |= dict.fromkeys(job.models, Origin("typed in the file of jobs"))
-    return replace(job, models=models | job.models, hidden_share=hidden), origins
+    models |= job.models
+    return replace(job, models=models, hidden_share=hidden, rest_s=rest_s), origins
 
 
 def _class_of(fleet: Fleet, run: LoggedRun, rank: int) -> str:
@@ -427,19 +429,25 @@ def layout_of(fleet: Fleet, job: Job, run: LoggedRun) -> tuple[Layout, list[int]
     return layout, order
 
 
-def _hidden_share(fleet: Fleet, job: Job, run: LoggedRun) -> float:
-    """Return the share of the exchange that backward passes hid; 0 where a log does not tell.
+def _beside(fleet: Fleet, job: Job, run: LoggedRun) -> tuple[float, float]:
+    """Return the share of the exchange that backward passes hid, and what a step took beside it.
 
-    What a step took beyond the usual longest of the ranks' own work was not hidden.
+    What a step took beyond the usual longest of the ranks' own work was not hidden. What it took
+    beyond the whole exchange, too, is the engine's, the optimizer's and the script's. Both are 0
+    where a log does not tell.
     """
     try:
         sent = exchange(fleet, job, layout_of(fleet, job, run)[0])
     except PlanError:
-        return 0.0
+        return 0.0, 0.0
     wall_s = statistics.median(each.typical_wall_s for each in run.times.values())
-    if sent.seconds < _TELLING * wall_s or len(run.times) < run.num_ranks:
-        return 0.0
-    return min(max(1.0 - max(wall_s - usual_longest(run), 0.0) / sent.seconds, 0.0), 1.0)
+    if len(run.times) < run.num_ranks:
+        return 0.0, 0.0
+    beyond_s = max(wall_s - usual_longest(run), 0.0)
+    rest_s = max(beyond_s - sent.seconds, 0.0)
+    if sent.seconds < _TELLING * wall_s:
+        return 0.0, rest_s
+    return max(1.0 - beyond_s / sent.seconds, 0.0), rest_s
 
 
 def usual_longest(run: LoggedRun) -> float:

@@ -244,11 +244,12 @@ def describe(plan: JobPlan) -> list[str]:
     """Say what a step takes and why, what each host and link is worth, and what else there is."""
     best, job = plan.best, plan.job
     over = f" over {best.layout.over}" if not job.is_mean else ""
+    rest = f" and all else, {1e3 * job.rest_s:.4g} ms of it as measured" if job.rest_s else ""
     lines = [
         f"job {job.name}: {best.layout.world_size} ranks on {len(best.layout.hosts)} of "
         f"{len(plan.fleet.hosts)} hosts, {job.rule}{over}",
         f"a step takes {1e3 * best.step_s:.4g} ms: {1e3 * best.longest_s:.4g} ms of the ranks' own "
-        f"work, {1e3 * best.exchange.exposed_s:.4g} ms of exchange ({_say_exchange(plan)})",
+        f"work, {1e3 * best.exchange.exposed_s:.4g} ms of exchange{rest} ({_say_exchange(plan)})",
     ]
     if plan.simulated_s is not None:
         ratio = plan.simulated_s / best.step_s - 1.0

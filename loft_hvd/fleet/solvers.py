@@ -12,7 +12,9 @@ import functools
 import importlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,9 +29,11 @@ __all__ = [
     "Packing",
     "Program",
     "Solver",
+    "SolverWarning",
     "evenly",
     "fill",
     "milp",
+    "noting",
     "rounded",
     "solve",
     "sparse_rows",
@@ -37,7 +41,26 @@ __all__ = [
 
 _NEAR = 1e-6  # of costs, as HiGHS has it
 _LIMIT_S = 20.0  # of one program
+_OUT_OF_TIME = 1  # HiGHS' status, as scipy.optimize.milp has it
 _TRIES, _FAILURE = 50, 0.5  # of the rounding; the chance of a bad draw that scales are made for
+
+
+class SolverWarning(RuntimeWarning):
+    """HiGHS had no answer in time, or a wrong one; another way counts in its place."""
+
+
+@contextmanager
+def noting() -> Iterator[Counter[str]]:
+    """Count what solvers warn of, in place of showing it; other warnings are shown."""
+    found: Counter[str] = Counter()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", SolverWarning)
+        yield found
+    for each in told:
+        if issubclass(each.category, SolverWarning):
+            found[str(each.message)] += 1
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 @dataclass(frozen=True)
@@ -151,7 +174,7 @@ def milp(packing: Packing) -> Ints | None:
     bound, _ = solve(program, what="--solver milp")
     found, x = solve(program, what="--solver milp", is_whole=True)
     if x is None:
-        return known  # none fits, or it was out of time
+        return known  # none fits, or it was out of time, which ``solve`` tells
     placement = np.rint(x).astype(np.int64).reshape(packing.costs.shape)
     cost = packing.cost(placement)
     size = _NEAR * max(1.0, abs(cost))
@@ -169,7 +192,7 @@ def milp(packing: Packing) -> Ints | None:
         warnings.warn(
             f"an answer of HiGHS {' and '.join(faults)}: it is not used, sorting counts; try "
             "another release of scipy",
-            RuntimeWarning,
+            SolverWarning,
             stacklevel=2,
         )
         return known
@@ -256,6 +279,13 @@ def solve(
         integrality=np.broadcast_to(np.asarray(is_whole, dtype=np.int64), program.costs.shape),
         options={"time_limit": limit_s, "mip_rel_gap": 1e-9},
     )
+    if found.status == _OUT_OF_TIME:
+        warnings.warn(
+            f"{what}: HiGHS proved no answer within {limit_s:g} s: none of it is used, what is "
+            "simpler counts",
+            SolverWarning,
+            stacklevel=2,
+        )
     if found.status != 0 or found.x is None:
         return math.inf, None
     return float(found.fun), np.asarray(found.x)

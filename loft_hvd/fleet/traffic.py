@@ -117,7 +117,7 @@ class Traffic:
     way: str  # in plain words
     host_bytes: tuple[float, ...]  # values' bytes that leave each host of the layout
     seconds: float
-    exposed_s: float  # of them, those that no backward pass hides
+    exposed_s: float  # of them, those that no backward pass hides; and the job's ``rest_s``
     link: str  # the busiest: a host's name, "rack" and its name, or "" where none is used
     is_compact: bool = False
 
@@ -226,7 +226,7 @@ def _table_bytes(job: Job, world_size: int, ranks: int, *, has_mesh: bool) -> fl
 
 
 def _exposed_s(job: Job, seconds: float) -> float:
-    """Return what of an exchange no backward pass hides."""
+    """Return what of an exchange no backward pass hides, and what else a step takes."""
     # With the scope "model" results travel after the last bucket has come: half of the bytes.
     free = 0.5 * seconds if job.scope == "model" else 0.0
-    return free + (1.0 - job.hidden_share) * (seconds - free)
+    return free + (1.0 - job.hidden_share) * (seconds - free) + job.rest_s

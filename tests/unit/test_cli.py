@@ -413,9 +413,13 @@ def test_bench_plan_prints_all_policies_and_keeps_a_record(
     monkeypatch.setitem(PACKING_SOLVERS, "round", solver)
     words = ["--settings", "20x4-50", "--policies", "price,fifo", "--seeds", "1"]
     words += ["--solver", "round"]
-    result = CliRunner().invoke(app, ["bench", "plan", *words, "--json", str(file)])
+    page = tmp_path / "plan.html"
+    words += ["--json", str(file), "--page", str(page)]
+    result = CliRunner().invoke(app, ["bench", "plan", *words])
     assert result.exit_code == 0, result.output
     assert "price/it" in result.output
+    assert page.read_text().count("<svg") == 2
+    assert "<h2>20x4-50, 1 draws</h2>" in page.read_text()
     found = json.loads(file.read_text())
     assert asked
     assert found["bench"]["solver"] == "round"
@@ -451,7 +455,10 @@ def test_a_job_beside_others_starts_where_their_plan_has_it(
     ("words", "match"),
     [
         (["--policy", "price", "--check", "log"], "--check is of one job"),
-        (["--policy", "las", "--job", "resnet", "--emit", "mpirun"], "has not one place"),
+        (
+            ["--policy", "las", "--job", "resnet", "--emit", "mpirun"],
+            "no place that was worked out",
+        ),
         (
             ["--emit", "mpirun"],
             r"of one job, but all of \['other', 'resnet'\] are planned; name one",

@@ -26,7 +26,14 @@ from loft_hvd.fleet.jobs import (
     JobList,
     WorkerNeeds,
 )
-from loft_hvd.fleet.many import ManyOptions, describe_many, many_table, many_to_dict, plan_many
+from loft_hvd.fleet.many import (
+    ManyOptions,
+    describe_many,
+    many_table,
+    many_to_dict,
+    plan_many,
+    read_prices,
+)
 from loft_hvd.fleet.now import NowState, RunningJob, read_now
 from loft_hvd.fleet.policies import POLICIES, Options, plan_all
 from loft_hvd.fleet.prices import Market, PriceRange, admit, price_range
@@ -546,10 +553,63 @@ def test_a_rule_over_nodes_takes_the_slower_devices_of_hosts_that_have_two() -> 
     assert dict(plan.planned[1].hosts) == {"h0": 2, "h1": 2, "h2": 2}
 
 
-@pytest.mark.parametrize("options", [{"policy": "luck"}, {"model": "x"}, {"slot_s": math.nan}])
-def test_options_that_are_none_are_refused(options: dict[str, str]) -> None:
-    with pytest.raises(ArgumentError, match=r"must be"):
-        ManyOptions(**options)  # type: ignore[arg-type]
+def test_prices_that_a_user_gives_count_and_others_follow_from_the_jobs() -> None:
+    job = replace(JOB, needs=WorkerNeeds(cpus=1))
+    plans = {
+        low: plan_many(
+            FLEET,
+            {"a": job},
+            ManyOptions(simulates=False, prices={"slots": (low, 1e6)}, slot_s=4.0),
+        )
+        for low in (1e-6, 1e3)
+    }
+    hourly = many_to_dict(plans[1e-6])["hourly_prices"]
+    assert hourly["slots"] == pytest.approx([1e-6, 1e6])
+    default = plan_many(FLEET, {"a": job}, ManyOptions(simulates=False, slot_s=4.0))
+    assert hourly["cpus"] == many_to_dict(default)["hourly_prices"]["cpus"]
+    assert plans[1e-6].planned[0].is_admitted
+    assert "slots cost 1000 an hour" in plans[1e3].planned[0].reason
+    assert read_prices("slots=0.1:4.7, cpus=1e-3:1") == {"slots": (0.1, 4.7), "cpus": (1e-3, 1.0)}
+
+
+@pytest.mark.parametrize("text", ["", "slots", "slots=1", "slots=a:2", "slots:1=2"])
+def test_prices_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match="a low and a high price of a unit in an hour"):
+        read_prices(text)
+
+
+def test_what_a_solver_could_not_do_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimize = pytest.importorskip("scipy.optimize", reason="dorm asks HiGHS")
+
+    def late(*args: object, **options: object) -> object:
+        return optimize.OptimizeResult(status=1, x=None, fun=None)
+
+    monkeypatch.setattr(optimize, "milp", late)
+    jobs = {"a": JOB, "b": replace(JOB, name="b")}
+    plan = plan_many(FLEET, jobs, ManyOptions("dorm", simulates=False))
+    assert all(each.is_admitted for each in plan.planned)
+    _, lines = describe_many(plan)
+    (told,) = (line for line in lines if line.startswith("warning: "))
+    assert "HiGHS proved no answer within 2 s" in told
+    assert many_to_dict(plan)["warnings"] == [told.removeprefix("warning: ")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "luck"},
+        {"model": "x"},
+        {"slot_s": math.nan},
+        {"prices": {"GPUs": (1.0, 2.0)}},
+        {"prices": {"slots": (2.0, 1.0)}},
+        {"prices": {"slots": (0.0, 1.0)}},
+        {"prices": {"slots": (math.nan, 1.0)}},
+        {"prices": {"slots": (1.0, 2.0)}, "policy": "fifo"},
+    ],
+)
+def test_options_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"must be|has none"):
+        ManyOptions(**options)
 
 
 def test_what_runs_is_not_moved_and_others_go_around_it() -> None:

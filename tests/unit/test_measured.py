@@ -17,6 +17,7 @@ from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
 from loft_hvd.fleet.measured import layout_of, read_log, with_logs
 from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import describe, plan_job, show_time
+from loft_hvd.fleet.traffic import HostRanks, Layout
 from loft_hvd.transport.local import LocalTransport, run_ranks
 from tests.support.live import SECONDS, Run
 
@@ -218,7 +219,34 @@ def test_what_backward_passes_hide_follows_from_what_steps_took(tmp_path: Path, 
     job = job_of(tmp_path, changed(log, "times", wait), model_bytes=250e6)
     sent_s = 250e6 * 1514 / 1448 / 1e9
     expected = 1.0 - 0.125 / sent_s
-    assert with_logs(FLEET, job, now_s=0.0)[0].hidden_share == pytest.approx(expected, abs=0.05)
+    found, _ = with_logs(FLEET, job, now_s=0.0)
+    assert found.hidden_share == pytest.approx(expected, abs=0.05)
+    assert found.rest_s == 0.0
+
+
+@pytest.mark.parametrize("model_bytes", [25e6, 4e3])
+def test_what_steps_take_beyond_work_and_exchange_counts_everywhere(
+    tmp_path: Path, log: str, model_bytes: float
+) -> None:
+    def wait(entry: dict[str, Any]) -> None:
+        for rank in entry["ranks"]:
+            rank["typical_wall_s"] += 0.2
+
+    job = job_of(tmp_path, log, model_bytes=model_bytes)
+    before = with_logs(FLEET, job, now_s=0.0)[0]
+    job = job_of(tmp_path, changed(log, "times", wait), model_bytes=model_bytes)
+    found = with_logs(FLEET, job, now_s=0.0)[0]
+    sent_s = model_bytes * 1514 / 1448 / 1e9
+    told = model_bytes > 1e6  # more than 2 % of a step
+    hidden_s = before.hidden_share * sent_s if told else 0.0
+    assert found.hidden_share == 0.0
+    more_s = 0.2 - hidden_s - (0.0 if told else sent_s)
+    assert found.rest_s - before.rest_s == pytest.approx(more_s, abs=2e-3)
+    layout = Layout.of([HostRanks(host, "A", 1) for host in FLEET.hosts if "A" in host.slots])
+    typed = replace(found, rest_s=0.0)
+    assert predict(FLEET, found, layout).step_s == pytest.approx(
+        predict(FLEET, typed, layout).step_s + found.rest_s
+    )
 
 
 def test_a_host_that_is_none_of_the_clusters_is_named(tmp_path: Path, log: str) -> None:
