@@ -1,4 +1,4 @@
-"""``accelerator_link``: unequal batches and a rule in a loop of Accelerate's, with DDP.
+"""``accelerator_link``: unequal batches and a rule in a loop of Accelerate's, with DDP or FSDP2.
 
 ::
 
@@ -12,9 +12,8 @@ trained on: that one is made anew, by plan. Loops stay as they are.
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from loft_hvd.codec import decode, encode
 from loft_hvd.data.loader import DataLoader
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.ddp import DDPHook, ddp_hook
+from loft_hvd.optimizer.fsdp import FSDPHook, fsdp_hook
 from loft_hvd.optimizer.options import check_each_step_has_a_batch
 from loft_hvd.pipeline.selection import Scope
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
@@ -52,8 +52,9 @@ def accelerator_link(
 ) -> AcceleratorLink:
     """Return what prepares model and training batches of an ``Accelerator`` by plan, and a rule.
 
-    It serves accelerate 1.0 and newer where it wraps models in ``DistributedDataParallel``. Call it
-    on every rank. ``accumulate``, ``backward``, clipping, mixed precision, ``save_state`` and
+    It serves accelerate 1.0 and newer where it wraps models in ``DistributedDataParallel``, or
+    shards them by FSDP2 (``FullyShardedDataParallelPlugin(fsdp_version=2)``). Call it on every
+    rank. ``accumulate``, ``backward``, clipping, mixed precision, ``save_state`` and
     ``load_state`` are Accelerate's own; a state holds what the balancer has learnt and where the
     loader stands, and goes on with any number of ranks.
 
@@ -65,7 +66,8 @@ def accelerator_link(
         rule: how gradients are aggregated, ``Mean()`` by default.
         seed: of the order of samples, equal on all ranks; None for the accelerator's ``data_seed``,
             or 0.
-        scope: by which values rows are judged, as in ``ddp_hook``, as are all that follow.
+        scope: by which values rows are judged, as in ``ddp_hook`` or ``fsdp_hook``, as are all that
+            follow.
         diagnostics: watch which worker is off.
         quarantine: leave a worker out that stands out for long.
         worker_momentum: let ranks send averages of their gradients over time.
@@ -88,18 +90,16 @@ def accelerator_link(
         balancer = Balancer(sum(sizes), list(sizes))  # type: ignore[arg-type]  # no balancer
     if balancer is not None:
         check_each_step_has_a_batch(balancer, what="accelerator_link")
-    make_hook = functools.partial(
-        ddp_hook,
-        rule,
-        scope=scope,
-        diagnostics=diagnostics,
-        quarantine=quarantine,
-        worker_momentum=worker_momentum,
-        timeout_s=timeout_s,
-    )
+    options = {
+        "scope": scope,
+        "diagnostics": diagnostics,
+        "quarantine": quarantine,
+        "worker_momentum": worker_momentum,
+        "timeout_s": timeout_s,
+    }
     if seed is None:
         seed = getattr(accelerator.dataloader_config, "data_seed", None) or 0
-    return AcceleratorLink(accelerator, balancer, make_hook, seed=seed)
+    return AcceleratorLink(accelerator, balancer, rule, options=options, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,16 @@ class AcceleratorLink:
         self,
         accelerator: Any,
         balancer: Balancer | None,
-        make_hook: Callable[..., DDPHook],
+        rule: Rule | None,
         *,
+        options: dict[str, Any],  # of the hook
         seed: int,
     ) -> None:
         self._accelerator = accelerator
         self._balancer = balancer
-        self._make_hook = make_hook
+        self._rule, self._options = rule, options
         self._seed = seed
-        self._hook: DDPHook | None = None
+        self._hook: DDPHook | FSDPHook | None = None
         self._loader: PreparedLoader | None = None
 
     @property
@@ -159,7 +160,8 @@ class AcceleratorLink:
         Raises:
             ArgumentError: there are several loaders, or one that chooses samples in a way that a
                 plan cannot take over.
-            UsageError: the model is not wrapped in ``DistributedDataParallel``.
+            UsageError: the model is neither wrapped in ``DistributedDataParallel`` nor sharded by
+                FSDP2.
         """
         loaders = [each for each in objects if isinstance(each, TorchDataLoader)]
         if len(loaders) > 1 or (loaders and self._loader is not None):
@@ -188,18 +190,25 @@ class AcceleratorLink:
         return prepared
 
     def _hook_up(self, model: Any) -> None:
-        if not isinstance(model, DistributedDataParallel):
-            raise UsageError(
-                f"link.prepare: Accelerate has made a {type(model).__name__} of the model, and a "
-                "rule needs the whole gradients that DistributedDataParallel has; leave FSDP, "
-                "DeepSpeed and tensor parallelism away"
-            )
         if self._hook is not None:
             raise ArgumentError("link.prepare: a link is for one model; make another for each")
-        scaler = getattr(self._accelerator, "scaler", None)  # of mixed_precision="fp16"
-        names = list(model.module.named_parameters())
-        self._hook = self._make_hook(self.balancer, named_parameters=names, scaler=scaler)
-        model.register_comm_hook(None, self._hook)
+        options = dict(self._options)
+        options["scaler"] = getattr(self._accelerator, "scaler", None)  # of mixed_precision="fp16"
+        if getattr(self._accelerator, "is_fsdp2", False):
+            options["scope"] = options["scope"] or "shard"
+            self._hook = fsdp_hook(model, self._rule, self.balancer, **options)
+        elif isinstance(model, DistributedDataParallel):
+            names = list(model.module.named_parameters())
+            hook = ddp_hook(self._rule, self.balancer, named_parameters=names, **options)
+            model.register_comm_hook(None, hook)
+            self._hook = hook
+        else:
+            raise UsageError(
+                f"link.prepare: Accelerate has made a {type(model).__name__} of the model, and a "
+                "rule needs the rows that DistributedDataParallel and FSDP2 have; leave FSDP1, "
+                "DeepSpeed and tensor parallelism away, or give "
+                "FullyShardedDataParallelPlugin(fsdp_version=2)"
+            )
 
     def _prepare_loader(self, given: TorchDataLoader[Any]) -> PreparedLoader:
         sampler = given.sampler

@@ -110,6 +110,13 @@ def test_accelerate_trains_and_resumes(tmp_path: Path) -> None:
 
 
 @needs("accelerate")
+@pytest.mark.long
+def test_accelerate_trains_with_fsdp2() -> None:
+    output = torchrun(3, f"{JOBS}/accelerate_fsdp.py")
+    assert output.count("has finished") == 3, output[-8000:]
+
+
+@needs("accelerate")
 def test_the_example_for_accelerate_leaves_the_faulty_rank_out_and_goes_on(tmp_path: Path) -> None:
     example, state = "examples/accelerate_ddp.py", str(tmp_path / "state")
     first = torchrun(4, example, "--faulty", "3", "--epochs", "2", "--save-to", state)

@@ -6,6 +6,7 @@ import sys
 
 import torch
 from accelerate import Accelerator
+from torch.utils.data import TensorDataset
 
 import loft_hvd as loft
 from loft_hvd.transport.local import LocalWorld
@@ -44,10 +45,10 @@ def train(
                 optimizer.zero_grad()
 
 
-def alone(num_passes: int) -> torch.nn.Module:
+def alone(num_passes: int, data: TensorDataset = DATA) -> torch.nn.Module:
     model = make_model()
     balancer = loft.Balancer(sum(SIZES), transport=LocalWorld(1).transport(0))
-    loader = loft.DataLoader(DATA, balancer, seed=3)
+    loader = loft.DataLoader(data, balancer, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     train(model, optimizer, loader, epochs=range(NUM_EPOCHS), num_passes=num_passes)
     return model
