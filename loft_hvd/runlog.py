@@ -272,9 +272,9 @@ class RunLog:
         # Where lasting lines alone fill the file, it grows on, and is thinned less and less often.
         self._thin_at = max(self._max_bytes, 2 * self._num_bytes)
 
-    def faults(self) -> _Faults:
+    def faults(self) -> _FaultWriter:
         """Write an error that comes out of the block before it goes on; each one once."""
-        return _Faults(self)
+        return _FaultWriter(self)
 
     def write_fault(self, error: BaseException) -> None:
         """Write an error, unless it was the last one written too."""
@@ -286,7 +286,7 @@ class RunLog:
             self.write("fault", error=type(error).__name__, text=text)
 
 
-class _Faults:
+class _FaultWriter:
     """Writes what comes out of a block; quicker than a generator, once a step."""
 
     __slots__ = ("_log",)
