@@ -241,12 +241,13 @@ def test_a_step_costs_microseconds_to_keep_and_a_long_interval_little_to_add_up(
 ) -> None:
     rows = np.random.default_rng(0).lognormal(0.0, 0.3, (num_steps, len(SUMS)))
     rows[:num_pauses, SUM["other_s"]] = 60.0
+    steps = rows.tolist()  # as they come in training
     kept_s, summed_s = [], []
     for _ in range(9):
         sums = StepSums()
         began = time.thread_time()
-        for row in rows:
-            sums.add(row)
+        for step in steps:
+            sums.add(step)
         kept = time.thread_time()
         sums.take()
         kept_s.append((kept - began) / num_steps)
