@@ -27,7 +27,7 @@ from loft_hvd.fleet.timeline import Demand, Ints, Stretch
 
 __all__ = ["MachineSchedule", "admit_schedule"]
 
-_PARTS = 16  # of time, that a job may change at
+_PARTS = 10  # of time, that a job may change at
 _REACH = 2.0  # times as long as on machines that it keeps, that a schedule is looked for
 _WORTHS, _SPAN = 24, 16.0  # of all of the work, that are tried, up to so often the job's worth
 _CONFIRMED = 4  # schedules that are worked out at length

@@ -76,8 +76,8 @@ def _changing(
     """Return a script that tells ``horovodrun`` other hosts as time goes by."""
     if kind != "horovodrun":
         raise PlanError(
-            f"job {plan.job.name!r} is elastic and changes its hosts {len(stretches) - 1} times, "
-            f"which {kind} cannot; emit horovodrun, or let elastic = false keep its hosts"
+            f"job {plan.job.name!r} is elastic and has {len(stretches)} sets of hosts one after "
+            f"another, which {kind} cannot; emit horovodrun, or let elastic = false keep its hosts"
         )
     steps = []
     for at, each in enumerate(stretches, start=1):

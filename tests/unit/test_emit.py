@@ -130,7 +130,7 @@ def test_a_job_whose_hosts_change_tells_horovodrun_by_its_age(tmp_path: Path) ->
     ]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["horovodrun", "start.sh"]
     for kind in ("mpirun", "sbatch", "mpijob"):
-        with pytest.raises(PlanError, match="changes its hosts 1 times"):
+        with pytest.raises(PlanError, match="has 2 sets of hosts one after another"):
             emit(plan, kind, image="x", stretches=stretches)
 
 
