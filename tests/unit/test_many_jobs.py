@@ -266,6 +266,7 @@ def test_500_random_workloads_keep_to_capacity_gangs_and_work() -> None:
         for policy in _GANGS:
             _check_policy(policy, random_workload(seed), seed)
             _check_policy(policy, confirmed_workload(seed), seed)
+        _check_policy("price", elastic_workload(seed), seed)
         _check_refusals(random_workload(seed), seed)
         _check_refusals(confirmed_workload(seed), seed)
 
@@ -277,6 +278,7 @@ def test_100_000_random_workloads_keep_to_capacity_gangs_and_work() -> None:
     for seed in range(_WHOLE):
         for policy in sorted(POLICIES):
             _check_policy(policy, random_workload(seed), seed)
+            _check_policy(policy, elastic_workload(seed), seed)
         _check_refusals(random_workload(seed), seed)
 
 
