@@ -113,24 +113,24 @@ class Fit:
         spread: Floats = np.hypot(fetch_shown * fetch_s, compute_shown * compute_s)
         return spread
 
-    def promise(self, sizes: npt.ArrayLike, *, are_new: bool = True) -> tuple[float, Floats]:
+    def promise(self, sizes: npt.ArrayLike, *, with_errors: bool = True) -> tuple[float, Floats]:
         """Return the mean step with ``sizes`` [world_size], less aggregation, and chances.
 
         A step waits for the rank that happens to be longest in it, so its mean is above the
-        longest mean, by more where more ranks are about as long. Sizes that ``are_new`` are chosen
-        for times that are estimates: there the errors are part of what ranks differ by.
+        longest mean, by more where more ranks are about as long. Who chooses sizes counts
+        ``with_errors``: times are estimates, and their errors are part of what ranks may differ by.
         The chances, [world_size], are those of each rank to be the longest.
         """
-        error = self.stderr(sizes) if are_new else 0.0
+        error = self.stderr(sizes) if with_errors else 0.0
         deviation = np.hypot(self.deviation(sizes), error)
         return typical_longest(self.model.times(sizes), deviation, self.skew)
 
-    def gain(self, now: npt.ArrayLike, then: npt.ArrayLike) -> Gain:
+    def gain(self, now: npt.ArrayLike, then: npt.ArrayLike, *, with_errors: bool = True) -> Gain:
         """Return what a step should take with sizes ``now`` and ``then`` [world_size]."""
         (now_s, before), (then_s, after) = (
             (step_s, chance * self.stderr(sizes))
             for sizes in (now, then)
-            for step_s, chance in [self.promise(sizes)]
+            for step_s, chance in [self.promise(sizes, with_errors=with_errors)]
         )
         # A rank's level is wrong by one factor on both sides.
         error_s = float(np.sqrt(np.square(before - after).sum()))

@@ -387,10 +387,12 @@ class Loft(Policy):
         is_gain = left.share >= _LEAST_GAIN
         state.lost = min(state.lost + left.share, 1.0) if is_gain else 0.0
         if is_gain and state.lost >= self._dead_band:
-            promised = left.scaled(state.kept)
+            # Errors are reasons to choose with care, but no time that the step takes.
+            likely = fit.gain(now, allowed.sizes, with_errors=False)
+            promised = likely.scaled(state.kept)
             reason = "; ".join((f"{promised.share:.1%} less predicted", *allowed.bars))
             proposal = Proposal(allowed.sizes, reason, promised.then_s, promised.now_s)
-            return self._announce(proposal, interval, fit, gain=left.share)
+            return self._announce(proposal, interval, fit, gain=likely.share)
         state.note = _why_not(best, left, allowed.bars, lost=state.lost, dead_band=self._dead_band)
         return None
 

@@ -246,7 +246,7 @@ def test_hiccups_are_no_reason_to_change_sizes(seed: int) -> None:
     assert "more intervals" not in found.explanation
 
 
-@pytest.mark.parametrize("seed", [2, 9, 20])
+@pytest.mark.parametrize("seed", [2, 9, 20, 27])  # 27: with errors in it, 0.71 of what came
 def test_noisy_ranks_gain_what_was_predicted(seed: int) -> None:
     results = simulate(wide_scenario(seed, steps=200))
     made, gains = results.run("loft").decisions, results.run("loft").realised_gain
