@@ -32,7 +32,7 @@ RANKS := OMP_NUM_THREADS=1
 # Horovod start anew in its processes, which Gloo does not always survive on crowded cores.
 SERIAL := tests/multiprocess tests/testbed
 ALONE := $(addprefix tests/multiprocess/test_,culprits.py demo.py doctor_run.py elastic.py emulated.py gpu_ranks.py \
-  horovods_tests.py strangers.py) tests/testbed/test_testbed.py
+  horovods_tests.py report_mode.py strangers.py watched.py) tests/testbed/test_testbed.py
 BUILDS := tests/native
 # Unit tests spread over the cores, one thread each; a process without work takes half of another's.
 SPREAD := -n auto --maxprocesses=8 --dist worksteal

@@ -78,7 +78,7 @@ def test_bench_step_times_ddp_horovod_and_ours_in_one_job() -> None:
     assert {row[5] for row in rows if row[4]} <= {"met", "missed", "too noisy"}
 
 
-@pytest.mark.long
+@pytest.mark.whole
 def test_bench_step_gates_ranks_of_torchrun_without_horovod(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     options = ["--engine", "ddp", "--controller", "torchrun", "--ranks", "3", "--rounds", "3"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import launch
+from tests.support.marks import long_first
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(190)]
 
@@ -17,7 +18,7 @@ long = pytest.mark.long
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lane", ["auto", "mesh", "device"])
+@pytest.mark.parametrize("lane", long_first(["device", "mesh", "auto"], 2))
 def test_gradients_have_the_bits_of_the_definition(lane: str, tmp_path: Path) -> None:
     env = {"LOFT_HVD_LANE": lane}
     done = launch(1, [JOB, "rules", "4", str(tmp_path)], launcher="none", timeout_s=180, env=env)
@@ -26,7 +27,7 @@ def test_gradients_have_the_bits_of_the_definition(lane: str, tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and ip")
-@pytest.mark.parametrize("lane", ["auto", "mesh", "device"])
+@pytest.mark.parametrize("lane", long_first(["device", "mesh", "auto"]))
 def test_no_more_travels_than_under_plain_fsdp2(lane: str, tmp_path: Path) -> None:
     env = {"LOFT_HVD_LANE": lane}
     done = launch(1, [JOB, "wire", "4", str(tmp_path)], launcher="none", timeout_s=120, env=env)

@@ -14,6 +14,7 @@ from tests.support.launch import launch
 pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
+@pytest.mark.whole  # ranks do it, too
 @pytest.mark.timeout(600)
 def test_long_training_of_threads_leaves_nothing_behind() -> None:
     done = launch(

@@ -32,7 +32,7 @@ long, whole = pytest.mark.long, pytest.mark.whole
         ("mpi", 2, "off", CONFORM),
         pytest.param("mpi", 2, "off", RANKS, marks=long),
         pytest.param("mpi", 3, "auto", RANKS, marks=whole),
-        pytest.param("mpi", 4, "auto", CONFORM, marks=long),
+        pytest.param("mpi", 4, "auto", CONFORM, marks=whole),
     ],
 )
 def test_ranks_pass_together(launcher: str, num_ranks: int, mesh: str, tests: str) -> None:
@@ -53,7 +53,7 @@ def test_ranks_pass_together(launcher: str, num_ranks: int, mesh: str, tests: st
 
 
 MESH = {"mesh": "on", "memory": "auto"}
-LARGEST_OF_ALL = [("gloo", 5), ("mesh", 6), ("memory", 8)]  # that make test-all runs
+LARGEST_OF_ALL = [("mesh", 6), ("memory", 8)]  # that make test-all runs
 LARGER = [
     pytest.param(
         transport,

@@ -22,7 +22,7 @@ whole = pytest.mark.whole
     [
         ("conform ddp modes left_out", 3),
         *(pytest.param("conform", n, marks=whole) for n in (1, 2, 4, 6, 7, 8)),
-        pytest.param("conform", 5, marks=long),
+        pytest.param("conform", 5, marks=whole),
         pytest.param("ddp modes refused", 2, marks=long),
         pytest.param("whole auto held_back averaged", 3, marks=long),
         pytest.param("levels watched", 4, marks=long),

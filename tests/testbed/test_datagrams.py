@@ -75,7 +75,7 @@ def test_a_rank_that_fails_is_named_and_every_process_ends(
     assert done.ended_at - failed_at <= MOST_S + LOADED_S, done.output[-9000:]
 
 
-@pytest.mark.parametrize(("what", "launcher"), long_first([KINDS[0], KINDS[2], KINDS[1]], 2))
+@pytest.mark.parametrize(("what", "launcher"), long_first([KINDS[0], KINDS[2], KINDS[1]]))
 def test_where_udp_is_cut_in_the_midst_of_a_job_it_goes_on(
     what: str, launcher: str, testbed: Testbed, tmp_path: Path
 ) -> None:

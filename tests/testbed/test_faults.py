@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(24
 LOADED_S = 10.0  # more than on idle cores, for which the table's limits are
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "trial",
     [
