@@ -169,10 +169,15 @@ class AcceleratorLink:
                 "link.prepare: a plan is for one loader, the one that is trained on; give "
                 "loaders for evaluation to accelerator.prepare"
             )
-        if loaders:
-            self._loader = self._prepare_loader(loaders[0])
         others = [each for each in objects if not isinstance(each, TorchDataLoader)]
-        prepared = iter(self._prepare_others(others))
+        made = self._prepare_others(others)
+        if loaders:  # behind the model, whose memory first sizes are not to count as free
+            self._loader = self._prepare_loader(loaders[0])
+        if self._accelerator.num_processes > 1:
+            for given, model in zip(others, made, strict=True):
+                if isinstance(given, torch.nn.Module):
+                    self._hook_up(model)
+        prepared = iter(made)
         done = tuple(
             self._loader if isinstance(each, TorchDataLoader) else next(prepared)
             for each in objects
@@ -183,11 +188,7 @@ class AcceleratorLink:
         if not others:
             return []
         done = self._accelerator.prepare(*others)
-        prepared = [done] if len(others) == 1 else list(done)
-        for given, made in zip(others, prepared, strict=True):
-            if isinstance(given, torch.nn.Module) and self._accelerator.num_processes > 1:
-                self._hook_up(made)
-        return prepared
+        return [done] if len(others) == 1 else list(done)
 
     def _hook_up(self, model: Any) -> None:
         if self._hook is not None:

@@ -73,8 +73,8 @@ def check_script(
             script imports torch.distributed, or what stands on it, and no Horovod.
 
     Raises:
-        ArgumentError: fewer than two ranks, no time, no such script or launcher; or the script
-            starts its ranks itself.
+        ArgumentError: fewer than two ranks, no time, no such script or launcher; or no launcher
+            is named, and the script imports what starts its ranks itself.
         DataError: a rank left no notes.
     """
     if not Path(script).is_file():
@@ -88,12 +88,13 @@ def check_script(
         raise ArgumentError(
             f"check: launcher={launcher!r} must be one of {', '.join(map(repr, LAUNCHERS))}"
         )
-    if (own := own_launcher(script)) is not None:
+    if launcher is None and (own := own_launcher(script)) is not None:
         raise ArgumentError(
             f"check {script}: it imports {own}, which starts its ranks itself, not as a launcher's "
             "line does, so that none of them could be watched; put the function that they run into "
             f"a script without {own}, with torch.distributed.init_process_group() and "
-            "DistributedDataParallel or hvd.init(), and check that"
+            "DistributedDataParallel or hvd.init(), and check that; or name its launcher "
+            "(--launcher) where it is started by one all the same"
         )
     if launcher is None:
         launcher = "torchrun" if is_for_torchrun(script) else "horovod"
