@@ -5,7 +5,8 @@ its machines does it there. In each part the job may have one of many placements
 each number of workers and set of machines. A dynamic program over the parts finds the placements
 that do most work for their price, if work is worth so much. The worth of work is varied, and of all
 schedules found that do the whole job the one counts that gains most. A change costs a restart:
-slots that are paid for, in which no work is done.
+slots that are paid for, in which no work is done. A change keeps a machine: Horovod ends a training
+none of whose hosts stays (0.28.1, runner/elastic/driver.py), as nobody would have its state.
 
 PD-ORS (arXiv 2108.02917) lets workers change in each slot, for nothing. The restart, and the search
 by the worth of work in place of one over quanta of it, are ours.
@@ -23,7 +24,7 @@ import numpy as np
 from loft_hvd.balance.plan import Floats
 from loft_hvd.fleet.prices import Market, admit, gain, learning
 from loft_hvd.fleet.solvers import Packing, Solver, evenly, fill
-from loft_hvd.fleet.timeline import Demand, Ints, Stretch
+from loft_hvd.fleet.timeline import Bools, Demand, Ints, Stretch
 
 __all__ = ["MachineSchedule", "admit_schedule"]
 
@@ -93,6 +94,8 @@ class _Changing:
         # What each placement takes, [P, H, R]; whether there is room, and what it costs, [P, B].
         uses = np.einsum("pkh,kr->phr", np.array(self._placements), demand.needs)
         self._costs = np.einsum("phr,bhr->pb", uses, np.array(prices))
+        workers = np.array([each[0] > 0 for each in self._placements], dtype=np.float32)  # [P, H]
+        self._shares = workers @ workers.T > 0  # a machine, [P, P]
         room = np.array(free) * (1.0 + 1e-9)
         self._fits = np.stack([(uses <= each).all(axis=(1, 2)) for each in room], axis=1)
 
@@ -146,7 +149,7 @@ class _Changing:
         seen: set[tuple[int, ...]] = set()
         for worth in np.geomspace(max(cheapest, 1e-9 * most), most, _WORTHS):
             gains = np.where(usable, worth * work - self._costs, -np.inf)
-            for path in _most_gain(gains, worth * rates * self._demand.restart):
+            for path in _most_gain(gains, worth * rates * self._demand.restart, self._shares):
                 if path not in seen:
                     seen.add(path)
                     yield path
@@ -195,20 +198,23 @@ class _Changing:
         return float(((stretch.placement.T @ self._demand.needs) * prices).sum())
 
 
-def _most_gain(gains: Floats, restarts: Floats) -> Iterator[tuple[int, ...]]:
+def _most_gain(gains: Floats, restarts: Floats, shares: Bools) -> Iterator[tuple[int, ...]]:
     """Yield the path of most gain that ends with each part.
 
     Args:
         gains: of each placement in each part, -inf where it has no room, [P, B].
         restarts: what a change to each placement costs, [P].
+        shares: whether there may be a change between two placements, [P, P].
     """
     num_placements, num_parts = gains.shape
     everyone = np.arange(num_placements)
     came = np.empty((num_parts, num_placements), dtype=np.int64)  # from; -1: it starts there
     best = np.full(num_placements, -np.inf)
     for part in range(num_parts):
-        other = int(np.argmax(best))
-        choices = np.stack([np.zeros(num_placements), best, best[other] - restarts])
+        order = np.argsort(-best, kind="stable")
+        other = order[np.argmax(shares[order], axis=0)]  # the best to change from: the first, [P]
+        changed = np.where(shares[other, everyone], best[other] - restarts, -np.inf)
+        choices = np.stack([np.zeros(num_placements), best, changed])
         chosen = np.argmax(choices, axis=0)
         came[part] = np.choose(chosen, [np.full(num_placements, -1), everyone, other])
         best = choices[chosen, everyone] + gains[:, part]

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,10 @@ def test_a_job_that_may_change_its_machines_gains_no_less_and_at_times_more() ->
                 assert found is not None, f"seed {seed}"
                 assert found.score >= kept.score, f"seed {seed}"
                 more += found.score > kept.score
-            for stretch in () if found is None else found.stretches:
+            stretches = () if found is None else found.stretches
+            for one, other in pairwise(stretches):
+                assert np.any((one.placement[0] > 0) & (other.placement[0] > 0)), f"seed {seed}"
+            for stretch in stretches:
                 market.take(demand, stretch)
     assert more >= 5
 
@@ -390,6 +394,25 @@ def test_an_elastic_job_grows_when_another_ends_and_all_is_told() -> None:
         now=now,
     ).planned
     assert not kept.changes
+
+
+@pytest.mark.parametrize(
+    ("most", "hosts"), [(1, [{"fast": 1}]), (2, [{"slow": 1}, {"fast": 1, "slow": 1}])]
+)
+def test_a_job_that_changes_its_hosts_keeps_one(most: int, hosts: list[dict[str, int]]) -> None:
+    """All of ``slow`` and then all of ``fast`` would be sooner, but nobody hands the state on."""
+    fleet = Fleet([Host("fast", {"V100": 1}, 1e9), Host("slow", {"T4": 1}, 1e9)])
+    models = {"V100": DeviceModel(1e-3), "T4": DeviceModel(4e-3)}
+    job = replace(JOB, models=models, steps=10_000, wished_s=600.0, urgency=3.0)
+    job = replace(job, name="b", elastic=True, restart_s=5.0, max_workers=most)
+    first = replace(JOB, models={"V100": DeviceModel(1e-3)}, steps=3000)
+    plan = plan_many(
+        fleet,
+        {"a": first, "b": job},
+        ManyOptions(simulates=False),
+        now=NowState(running=[RunningJob("a", {"fast": 1})]),
+    )
+    assert [dict(each.hosts) for each in plan.planned[1].stretches] == hosts
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
