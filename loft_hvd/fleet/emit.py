@@ -73,18 +73,22 @@ def first_sizes(plan: JobPlan) -> str:
 def _changing(
     plan: JobPlan, kind: str, sizes: str | None, stretches: Sequence[PlannedStretch]
 ) -> str:
-    """Return a script that tells ``horovodrun`` other hosts as time goes by."""
+    """Return a script that tells ``horovodrun`` other hosts as time goes by.
+
+    The script becomes ``horovodrun``, so what ends the one ends the other, and no file is left:
+    Horovod hands the words of a discovery script to a shell.
+    """
     if kind != "horovodrun":
         raise PlanError(
             f"job {plan.job.name!r} is elastic and has {len(stretches)} sets of hosts one after "
             f"another, which {kind} cannot; emit horovodrun, or let elastic = false keep its hosts"
         )
-    steps = []
+    steps = ["age=$(($(date +%s) - begun))"]
     for at, each in enumerate(stretches, start=1):
         names = " ".join(shlex.quote(f"{name}:{count}") for name, count in each.hosts)
         age = round(each.end_s - stretches[0].start_s)
         test = f"[ $age -lt {age} ] && " if at < len(stretches) else ""
-        steps.append(f"{test}printf '%s\\n' {names}" + (" && exit" if test else ""))
+        steps.append(f'{test}printf "%s\\n" {names}' + (" && exit" if test else ""))
     words = _launch(plan, kind, sizes)
     at = words.index("-H")
     before, after = shlex.join(words[:at]), shlex.join(words[at + 2 :])
@@ -92,14 +96,8 @@ def _changing(
         [
             "#!/bin/bash",
             f"# Job {plan.job.name}, whose hosts change by seconds since its start.",
-            "set -euo pipefail",
-            "hosts=$(mktemp)",
-            "trap 'rm -f \"$hosts\"' EXIT",
-            'echo "age=\\$((\\$(date +%s) - $(date +%s)))" > "$hosts"',
-            "cat >> \"$hosts\" <<'END'",
-            *steps,
-            "END",
-            f"{before} --host-discovery-script \"sh '$hosts'\" {after}",
+            f"hosts={shlex.quote(chr(10).join(steps))}",
+            f'exec {before} --host-discovery-script "begun=$(date +%s); $hosts" {after}',
             "",
         ]
     )

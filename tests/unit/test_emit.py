@@ -116,7 +116,7 @@ def test_a_job_whose_hosts_change_tells_horovodrun_by_its_age(tmp_path: Path) ->
     launcher.chmod(0o755)
     done = subprocess.run(
         ["bash", str(script)],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "TMPDIR": str(tmp_path)},
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
         capture_output=True,
         text=True,
         timeout=20,
@@ -124,14 +124,37 @@ def test_a_job_whose_hosts_change_tells_horovodrun_by_its_age(tmp_path: Path) ->
     assert done.stderr == ""
     words = done.stdout.splitlines()
     assert words[:3] == ["-np", "1", "--host-discovery-script"]
-    assert words[4:] == [
+    assert words[words.index("--min-np") :] == [
         *("--min-np", "1", "--max-np", "1", "--gloo", "python", HOSTILE),
         *("b:1", "a.lab:3", "b:1"),
     ]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["horovodrun", "start.sh"]
     for kind in ("mpirun", "sbatch", "mpijob"):
         with pytest.raises(PlanError, match="has 2 sets of hosts one after another"):
             emit(plan, kind, image="x", stretches=stretches)
+
+
+def test_who_ends_the_script_of_a_job_whose_hosts_change_ends_horovodrun(tmp_path: Path) -> None:
+    stretches = [
+        PlannedStretch(0.0, 50.0, (("b", 1),)),
+        PlannedStretch(50.0, 700.0, (("a.lab", 3), ("b", 1))),
+    ]
+    plan = plan_of(replace(JOB, elastic=True), ("b", "CPU", 1, 1))
+    script, launcher = tmp_path / "start.sh", tmp_path / "horovodrun"
+    script.write_text(emit(plan, "horovodrun", sizes="s", stretches=stretches))
+    launcher.write_text('#!/bin/bash\ntrap "echo ended; exit 7" TERM\necho up\nread -rt 20\n')
+    launcher.chmod(0o755)
+    with subprocess.Popen(
+        ["bash", str(script)],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        stdin=subprocess.PIPE,  # stays open, so that the launcher waits
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "up\n"
+        started.terminate()
+        assert started.stdout.readline() == "ended\n"
+        assert started.wait(20) == 7
 
 
 def test_an_mpijob_has_a_pod_a_rank_on_the_plans_hosts() -> None:
