@@ -85,7 +85,7 @@ def _fitting(machines: Machines, job: Job, speed: TotalSeconds) -> _Fits:
 def _changes(machines: Machines, job: Job, fits: _Fits) -> Iterator[tuple[str, str, object]]:
     """Yield keys, values as the file has them, and whether each makes the job fit: else None."""
     needs = job.needs
-    cpus = _largest(range(needs.cpus), lambda value: fits(needs=replace(needs, cpus=int(value))))
+    cpus = _last(range(needs.cpus), lambda value: fits(needs=replace(needs, cpus=int(value))))
     yield "needs.cpus", str(cpus), cpus
     memory = np.unique(
         [
@@ -95,15 +95,21 @@ def _changes(machines: Machines, job: Job, fits: _Fits) -> Iterator[tuple[str, s
             if bytes_ / count < needs.memory_bytes
         ]
     ).tolist()
-    held = _largest(memory, lambda value: fits(needs=replace(needs, memory_bytes=value)))
+    held = _last(memory, lambda value: fits(needs=replace(needs, memory_bytes=value)))
     yield "needs.memory_bytes", f"{held:.0f}" if held is not None else "", held
-    workers = _largest(range(1, job.min_workers), lambda value: fits(min_workers=value))
+    workers = _last(range(1, job.min_workers), lambda value: fits(min_workers=value))
     yield "min_workers", str(workers), workers
-    rows = job.parsed_rule.min_rows
-    if job.max_workers < rows:
-        yield "max_workers", str(rows), rows if fits(max_workers=rows) else None
-    larger = job.min_batch * max(job.min_workers, rows)
-    smaller = _largest(
+    slots = sum(  # there are; of larger numbers of workers the smallest that fits
+        int(machines.capacity[at, 0])
+        for at, (_, device) in enumerate(machines.places)
+        if device in job.models
+    )
+    more = _last(range(slots, job.max_workers, -1), lambda value: fits(max_workers=value))
+    yield "max_workers", str(more), more
+    batch = _last(range(1, job.min_batch), lambda value: fits(min_batch=value))
+    yield "min_batch", str(batch), batch
+    larger = job.min_batch * max(job.min_workers, job.parsed_rule.min_rows)
+    smaller = _last(
         range(larger, job.global_batch_size), lambda value: fits(global_batch_size=value)
     )
     yield "global_batch_size", str(smaller), smaller
@@ -119,8 +125,8 @@ def _changes(machines: Machines, job: Job, fits: _Fits) -> Iterator[tuple[str, s
             return
 
 
-def _largest(values: Sequence[float], fits: Callable[[float], bool]) -> float | None:
-    """Return the largest of ascending values that fits, if smaller ones fit no less; None: none."""
+def _last(values: Sequence[float], fits: Callable[[float], bool]) -> float | None:
+    """Return the last value that fits, where those before it fit no less; None where none does."""
     if not values or not fits(values[0]):
         return None
     low, high = 0, len(values)

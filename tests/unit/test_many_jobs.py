@@ -511,6 +511,8 @@ MISFITS = {
     "needs.memory_bytes = 8000000000": {"needs": WorkerNeeds(memory_bytes=9e9), "min_workers": 3},
     'rule = "trimmed_mean:f=1"': {"rule": "trimmed_mean:f=2"},
     "max_workers = 3": {"rule": "trimmed_mean:f=1", "max_workers": 2},
+    "max_workers = 4": {"models": {"T4": DeviceModel(1e-3, max_batch=16)}, "max_workers": 2},
+    "min_batch = 16": {"min_workers": 4, "min_batch": 17},
     'over = "ranks" or rule = "trimmed_mean:f=0"': {"rule": "trimmed_mean:f=1", "over": "nodes"},
     "global_batch_size = 6": {"rule": "trimmed_mean:f=1", "global_batch_size": 5},
     "global_batch_size = 40": {"models": {"T4": DeviceModel(1e-3, max_batch=10)}},
@@ -538,6 +540,26 @@ def test_a_job_that_fits_nowhere_is_told_what_would_do_and_others_are_planned(
     told = json.loads(json.dumps(many_to_dict(plan), allow_nan=False))
     assert list(faults(told, SCHEMA, SCHEMA)) == []
     assert told["jobs"][0]["refusal"]["resource"] in ("slots", "cpus", "memory_bytes")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "model", "change"),
+    [
+        ({"global_batch_size": 8, "min_batch": 2}, DeviceModel(1e-3, max_batch=1), "min_batch = 1"),
+        ({"max_workers": 2}, DeviceModel(1e-3, max_batch=10), "max_workers = 7"),
+    ],
+)
+def test_more_workers_of_smaller_batches_are_tried(
+    wrong: dict[str, Any], model: DeviceModel, change: str
+) -> None:
+    fleet = Fleet([Host(f"h{at}", {"T4": 4}, 1e9) for at in range(3)])
+    job = replace(JOB, models={"T4": model}, **wrong)
+    (planned,) = plan_many(fleet, {"a": job}, ManyOptions(simulates=False)).planned
+    assert change in planned.reason
+    key, value = change.split(" = ")
+    mended = replace(job, **{key: int(value)})
+    (planned,) = plan_many(fleet, {"a": mended}, ManyOptions(simulates=False)).planned
+    assert planned.is_admitted
 
 
 def test_jobs_that_all_fit_nowhere_are_all_told() -> None:
