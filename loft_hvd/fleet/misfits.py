@@ -64,8 +64,19 @@ def _binding(machines: Machines, job: Job) -> tuple[str, str]:
         resource,
         f"{resource} of hosts with models {sorted(job.models)} have room for {rooms[resource]} "
         f"workers{each}, and it needs {least}"
-        + (f" for rule {job.rule!r}" if job.parsed_rule.min_rows > job.min_workers else ""),
+        + (f" for rule {job.rule!r}" if job.parsed_rule.min_rows > job.min_workers else "")
+        + _unsaid(machines, job, resource),
     )
+
+
+def _unsaid(machines: Machines, job: Job, resource: str) -> str:
+    """Return which hosts with the job's models do not say how much they have; "" where all do."""
+    hosts = {host.name: host for host, device in machines.places if device in job.models}
+    silent = [name for name, host in hosts.items() if getattr(host, resource) is None]
+    if not silent:
+        return ""
+    which = "hosts" if len(silent) == len(hosts) else f"{len(silent)} of {len(hosts)} hosts"
+    return f"; {which} give no {resource}: add it to the cluster's file"
 
 
 _Fits = Callable[..., bool]  # takes fields of the job

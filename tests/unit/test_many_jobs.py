@@ -562,6 +562,20 @@ def test_more_workers_of_smaller_batches_are_tried(
     assert planned.is_admitted
 
 
+@pytest.mark.parametrize("key", ["cpus", "memory_bytes"])
+@pytest.mark.parametrize(("given", "which"), [(None, "hosts"), (1, "2 of 3 hosts"), (8, "")])
+def test_hosts_that_do_not_say_what_they_have_are_told(
+    key: str, given: int | None, which: str
+) -> None:
+    hosts = [Host(f"h{at}", {"T4": 1}, 1e9) for at in range(3)]
+    hosts[0] = replace(hosts[0], **{key: given})
+    job = replace(JOB, needs=replace(WorkerNeeds(), **{key: 4}))
+    (planned,) = plan_many(Fleet(hosts), {"a": job}, ManyOptions(simulates=False)).planned
+    assert planned.is_admitted == (not which)
+    if which:
+        assert f"; {which} give no {key}: add it to the cluster's file; " in planned.reason
+
+
 def test_jobs_that_all_fit_nowhere_are_all_told() -> None:
     jobs = {
         "a": replace(JOB, models={"A100": DeviceModel(1e-3)}),
