@@ -254,8 +254,9 @@ def with_logs(
         found = _models_of(fleet, job, run, now_s=now_s, assume=assume)
         models |= {device: model for device, (model, _) in found.items()}
         origins |= {device: origin for device, (_, origin) in found.items()}
-        beside = _beside(fleet, job, run)
-        hidden, rest_s = job.hidden_share or beside[0], job.rest_s or beside[1]
+        beside = _beside(fleet, job, run, hidden)
+        if beside is not None:
+            hidden, rest_s = beside[0], job.rest_s or beside[1]
     origins |= dict.fromkeys(job.models, Origin("typed in the file of jobs"))
     models |= job.models
     return replace(job, models=models, hidden_share=hidden, rest_s=rest_s), origins
@@ -429,25 +430,34 @@ def layout_of(fleet: Fleet, job: Job, run: LoggedRun) -> tuple[Layout, list[int]
     return layout, order
 
 
-def _beside(fleet: Fleet, job: Job, run: LoggedRun) -> tuple[float, float]:
+def _beside(fleet: Fleet, job: Job, run: LoggedRun, hidden: float) -> tuple[float, float] | None:
     """Return the share of the exchange that backward passes hid, and what a step took beside it.
 
-    What a step took beyond the usual longest of the ranks' own work was not hidden. What it took
-    beyond the whole exchange, too, is the engine's, the optimizer's and the script's. Both are 0
-    where a log does not tell.
+    What a step took beyond the usual longest of the ranks' own work was not hidden, and what it
+    took beyond the exchange that is left is the engine's, the optimizer's and the script's: with
+    both a plan for the log's ranks takes as long as they took.
+
+    Args:
+        hidden: the share that counts where it is typed, or the exchange is too short to tell one.
+
+    Returns:
+        None where a log does not tell.
     """
-    try:
-        sent = exchange(fleet, job, layout_of(fleet, job, run)[0])
-    except PlanError:
-        return 0.0, 0.0
-    wall_s = statistics.median(each.typical_wall_s for each in run.times.values())
     if len(run.times) < run.num_ranks:
-        return 0.0, 0.0
+        return None
+    try:
+        layout = layout_of(fleet, job, run)[0]
+        sent = exchange(fleet, replace(job, hidden_share=1.0, rest_s=0.0), layout)
+    except PlanError:
+        return None
+    wall_s = statistics.median(each.typical_wall_s for each in run.times.values())
     beyond_s = max(wall_s - usual_longest(run), 0.0)
-    rest_s = max(beyond_s - sent.seconds, 0.0)
-    if sent.seconds < _TELLING * wall_s:
-        return 0.0, rest_s
-    return max(1.0 - beyond_s / sent.seconds, 0.0), rest_s
+    least_s = sent.exposed_s  # where all is hidden that can be
+    if not job.hidden_share and sent.seconds >= _TELLING * wall_s:
+        share = 1.0 - (beyond_s - least_s) / (sent.seconds - least_s)
+        hidden = min(max(share, 0.0), 1.0)
+    exposed_s = least_s + (1.0 - hidden) * (sent.seconds - least_s)
+    return hidden, max(beyond_s - exposed_s, 0.0)
 
 
 def usual_longest(run: LoggedRun) -> float:

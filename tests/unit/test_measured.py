@@ -14,7 +14,7 @@ from loft_hvd.balance.limits import own_device
 from loft_hvd.errors import PlanError
 from loft_hvd.fleet.check_log import check_log, check_table, describe_check
 from loft_hvd.fleet.jobs import DataSet, DeviceModel, Fleet, Host, Job
-from loft_hvd.fleet.measured import layout_of, read_log, with_logs
+from loft_hvd.fleet.measured import layout_of, read_log, usual_longest, with_logs
 from loft_hvd.fleet.rate import predict
 from loft_hvd.fleet.run import describe, plan_job, show_time
 from loft_hvd.fleet.traffic import HostRanks, Layout
@@ -247,6 +247,54 @@ def test_what_steps_take_beyond_work_and_exchange_counts_everywhere(
     assert predict(FLEET, found, layout).step_s == pytest.approx(
         predict(FLEET, typed, layout).step_s + found.rest_s
     )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"hidden_share": 0.5},
+        {"hidden_share": 0.5, "model_bytes": 4e3},
+        {"scope": "model", "rule": "geometric_median:f=0"},
+        {"scope": "model", "rule": "geometric_median:f=0", "hidden_share": 1.0},
+    ],
+)
+@pytest.mark.parametrize("more_s", [0.02, 0.2])
+def test_a_plan_predicts_the_step_of_the_log_it_is_made_from(
+    tmp_path: Path, log: str, given: dict[str, Any], more_s: float
+) -> None:
+    def wait(entry: dict[str, Any]) -> None:
+        for rank in entry["ranks"]:
+            rank["typical_wall_s"] = 0.48 + more_s
+
+    text = changed(log, "times", wait)
+    job = job_of(tmp_path, text, **({"model_bytes": 25e6} | given))
+    run = read_log(job.logs[0])
+    found = with_logs(FLEET, job, now_s=0.0)[0]
+    assert found.hidden_share == given.get("hidden_share", found.hidden_share)
+    predicted = predict(FLEET, found, layout_of(FLEET, job, run)[0])
+    assert predicted.exchange.exposed_s == pytest.approx(0.48 + more_s - usual_longest(run))
+
+
+def test_a_later_log_that_does_not_tell_leaves_what_an_earlier_one_told(
+    tmp_path: Path, log: str
+) -> None:
+    def wait(entry: dict[str, Any]) -> None:
+        for rank in entry["ranks"]:
+            rank["typical_wall_s"] += 0.125
+
+    def lose(entry: dict[str, Any]) -> None:  # times of a rank that the log leaves out
+        entry["num_ranks"] = 3
+
+    told = with_logs(
+        FLEET, job_of(tmp_path, changed(log, "times", wait), model_bytes=250e6), now_s=0.0
+    )[0]
+    assert told.hidden_share > 0.1
+    later = tmp_path / "later.jsonl"
+    later.write_text(changed(log, "times", lose))
+    both = replace(told, models={}, hidden_share=0.0, rest_s=0.0, logs=[*told.logs, str(later)])
+    found = with_logs(FLEET, both, now_s=0.0)[0]
+    assert (found.hidden_share, found.rest_s) == (told.hidden_share, told.rest_s)
 
 
 def test_a_host_that_is_none_of_the_clusters_is_named(tmp_path: Path, log: str) -> None:
