@@ -103,6 +103,8 @@ def read_prices(text: str) -> dict[str, Span]:
     for part in text.split(","):
         name, _, span = part.partition("=")
         low, _, high = span.partition(":")
+        if name.strip() in found:
+            raise ArgumentError(f"--prices {text!r} has {name.strip()} twice; give it once")
         try:
             found[name.strip()] = float(low), float(high)
         except ValueError:
@@ -270,6 +272,7 @@ def plan_many(
         now: what runs already, and from when on the others are planned; None: nothing, from 0.
 
     Raises:
+        ArgumentError: prices are of what no job needs, or no host has.
         PlanError: those that run have not the room that they are said to have.
     """
     now = NowState() if now is None else now
@@ -281,6 +284,7 @@ def plan_many(
         if name not in now.finished
     }
     pinned_names = {each.job for each in now.running}
+    _check_prices(machines, [job for job, _ in known.values()], options.prices)
     seconds, unfit = _demands(machines, known, options, now.now_s, pinned_names)
     pinned = {
         each.job: _pinned(machines, known[each.job][0], each, seconds) for each in now.running
@@ -326,6 +330,19 @@ def plan_many(
         ),
         tuple(warned),
     )
+
+
+def _check_prices(machines: Machines, jobs: Collection[Job], given: Collection[str]) -> None:
+    """Raise where a price that is given would count for nothing."""
+    needed = {"slots"}
+    needed |= {"cpus" for job in jobs if job.needs.cpus}
+    needed |= {"memory_bytes" for job in jobs if job.needs.memory_bytes}
+    there = dict(zip(RESOURCES, machines.capacity.sum(axis=0), strict=True))
+    known = [name for name in RESOURCES if name in needed and there[name]]
+    for name in given:
+        if name not in known:
+            why = f"no host has {name}" if name in needed else f"no job needs {name}"
+            raise ArgumentError(f"--prices {name}: {why}; give prices of {', '.join(known)}")
 
 
 def _with_given(prices: PriceRange, given: Mapping[str, Span], slot_s: float) -> PriceRange:

@@ -639,6 +639,30 @@ def test_prices_that_are_none_are_refused(text: str) -> None:
         read_prices(text)
 
 
+def test_a_resource_with_two_prices_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="has slots twice; give it once"):
+        read_prices("slots=1:2, cpus=1:2,slots=3:4")
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "why"),
+    [
+        ("cpus", WorkerNeeds(), "no job needs cpus; give prices of slots"),
+        (
+            "memory_bytes",
+            WorkerNeeds(cpus=1, memory_bytes=1e9),
+            "no host has memory_bytes; give prices of slots, cpus",
+        ),
+    ],
+)
+def test_prices_that_would_count_for_nothing_are_refused(
+    name: str, needs: WorkerNeeds, why: str
+) -> None:
+    options = ManyOptions(simulates=False, prices={"slots": (1.0, 2.0), name: (1.0, 2.0)})
+    with pytest.raises(ArgumentError, match=f"--prices {name}: {why}$"):
+        plan_many(FLEET, {"a": replace(JOB, needs=needs)}, options)
+
+
 def test_what_a_solver_could_not_do_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     optimize = pytest.importorskip("scipy.optimize", reason="dorm asks HiGHS")
 
