@@ -1,8 +1,8 @@
 """A plan as what starts it: a line for horovodrun or mpirun, a script for Slurm, an MPIJob.
 
 Nothing is started here. Hosts come in the order of ranks, rack by rack, so that sizes belong to
-them and rings leave each rack once. Names of hosts follow RFC 1123 and commands are lists, so what
-a shell reads is quoted once, by ``shlex``.
+them and rings leave each rack once; those of a discovery script Horovod orders as it likes. Names
+of hosts follow RFC 1123 and commands are lists, so what a shell reads is quoted once, by ``shlex``.
 """
 
 from __future__ import annotations
