@@ -45,6 +45,7 @@ from loft_hvd.bench.traces import (
     summarise_traces,
     trace_rows,
     traces_page,
+    warnings_of,
 )
 from loft_hvd.errors import DataError, MissingDependencyError
 from loft_hvd.files import write_whole
@@ -243,6 +244,8 @@ def bench_plan(bench: TraceBench, *, files: tuple[str | None, str | None], show:
     found = measure_traces(bench, progress=_tell)
     for name, rows in found.items():
         show(trace_rows(name, rows))
+        for text, number in warnings_of(rows).items():
+            _tell(f"{name}, {number} times: {text}")
     summaries = {name: summarise_traces(rows) for name, rows in found.items()}
     if page_file is not None:
         write_whole(page_file, traces_page(found), what="--page")

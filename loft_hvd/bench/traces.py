@@ -36,6 +36,7 @@ __all__ = [
     "summarise_traces",
     "trace_rows",
     "traces_page",
+    "warnings_of",
 ]
 
 _GB, _SLOT_S = 1e9, 3600.0
@@ -256,9 +257,11 @@ def measure_traces(
 
 def _measure(bench: TraceBench, setting: TraceSetting, seed: int) -> dict[str, Any]:
     workload = make_trace(setting, seed)
-    row: dict[str, Any] = {"seed": seed, "bound": fluid_bound(workload), "policies": {}}
-    if setting.has_optimum:
-        row["optimum"] = gang_optimum(workload, limit_s=_PROOF_S)
+    with noting() as warned:
+        row: dict[str, Any] = {"seed": seed, "bound": fluid_bound(workload), "policies": {}}
+        if setting.has_optimum:
+            row["optimum"] = gang_optimum(workload, limit_s=_PROOF_S)
+    row["warnings"] = dict(warned)
     options = Options(
         PACKING_SOLVERS[bench.solver], reserve=bench.reserve, scale=bench.scale, explains=False
     )
@@ -312,6 +315,15 @@ def summarise_traces(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, floa
     return found
 
 
+def warnings_of(rows: Sequence[dict[str, Any]]) -> Counter[str]:
+    """Count what solvers warned of, for bounds and for policies."""
+    warned = Counter[str]()
+    for row in rows:
+        for each in (row, *row["policies"].values()):
+            warned.update(each["warnings"])
+    return warned
+
+
 def trace_rows(name: str, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return a header, then a row for each policy."""
     summary = summarise_traces(rows)
@@ -346,11 +358,8 @@ def traces_page(found: Mapping[str, Sequence[dict[str, Any]]]) -> str:
             bars(_percents(summary, "least_share"), ["least"], unit="%"),
             table(titles, cells),
         ]
-        warned = Counter[str]()
-        for row in rows:
-            for each in row["policies"].values():
-                warned.update(each["warnings"])
-        parts += [f"<p>{number} times: {escape(text)}</p>" for text, number in warned.items()]
+        warned = warnings_of(rows).items()
+        parts += [f"<p>{number} times: {escape(text)}</p>" for text, number in warned]
     return whole_page("\n".join(parts), title="loft-hvd bench plan")
 
 

@@ -46,7 +46,7 @@ _TRIES, _FAILURE = 50, 0.5  # of the rounding; the chance of a bad draw that sca
 
 
 class SolverWarning(RuntimeWarning):
-    """HiGHS had no answer in time, or a wrong one; another way counts in its place."""
+    """HiGHS had no answer in time, or a wrong one: it is not used."""
 
 
 @contextmanager
@@ -281,8 +281,8 @@ def solve(
     )
     if found.status == _OUT_OF_TIME:
         warnings.warn(
-            f"{what}: HiGHS proved no answer within {limit_s:g} s: none of it is used, what is "
-            "simpler counts",
+            f"{what}: HiGHS proved no answer within {limit_s:g} s, and what it had by then is not "
+            "used",
             SolverWarning,
             stacklevel=2,
         )

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -425,6 +426,31 @@ def test_bench_plan_prints_all_policies_and_keeps_a_record(
     assert found["bench"]["solver"] == "round"
     summary = found["summary"]["20x4-50"]
     assert 1.0 >= summary["price"]["share"] > summary["fifo"]["share"] > 0.0
+
+
+def test_bench_plan_tells_of_an_optimum_that_was_not_proven(
+    app: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimize = pytest.importorskip("scipy.optimize", reason="the bound is a linear program")
+    real = optimize.milp
+
+    def late(*args: Any, integrality: Any, **options: Any) -> Any:
+        if integrality.any():
+            return optimize.OptimizeResult(status=1, x=None, fun=None)
+        return real(*args, integrality=integrality, **options)
+
+    monkeypatch.setattr(optimize, "milp", late)
+    files = {key: tmp_path / f"plan.{key}" for key in ("json", "page")}
+    words = ["--settings", "gadget-small", "--policies", "fifo", "--seeds", "1"]
+    words += [word for key, file in files.items() for word in (f"--{key}", str(file))]
+    result = CliRunner().invoke(app, ["bench", "plan", *words])
+    assert result.exit_code == 0, result.output
+    told = "a bound on worth: HiGHS proved no answer within 60 s, and what it had by then is not"
+    assert f"gadget-small, 1 times: {told}" in result.stderr
+    assert f"1 times: {told}" in files["page"].read_text()
+    (row,) = json.loads(files["json"].read_text())["runs"]["gadget-small"]
+    assert row["optimum"] is None
+    assert list(row["warnings"].values()) == [1]
 
 
 def test_bench_plan_refuses_a_solver_that_is_none(app: typer.Typer) -> None:
