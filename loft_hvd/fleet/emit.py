@@ -48,16 +48,17 @@ def emit(
             handed to ``horovodrun`` as time goes by.
 
     Raises:
+        ArgumentError: there is no such kind, or a container is missing.
         PlanError: this launcher cannot place ranks so.
     """
+    if kind not in KINDS:
+        raise ArgumentError(f"--emit {kind!r} must be one of {', '.join(KINDS)}")
     if len(stretches) > 1:
         return _changing(plan, kind, sizes, stretches)
     if kind == "sbatch":
         return _sbatch(plan, sizes)
     if kind == "mpijob":
         return _mpijob(plan, image)
-    if kind not in KINDS:
-        raise ArgumentError(f"--emit {kind!r} must be one of {', '.join(KINDS)}")
     return shlex.join(_launch(plan, kind, sizes)) + "\n"
 
 

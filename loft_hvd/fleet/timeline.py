@@ -152,7 +152,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Machines that a job has in ``first <= slot < last``; a restart precedes all but its first."""
+    """Machines of a job in ``first <= slot < last``; all but its first begin with a restart."""
 
     first: int
     last: int

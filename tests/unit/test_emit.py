@@ -131,6 +131,8 @@ def test_a_job_whose_hosts_change_tells_horovodrun_by_its_age(tmp_path: Path) ->
     for kind in ("mpirun", "sbatch", "mpijob"):
         with pytest.raises(PlanError, match="has 2 sets of hosts one after another"):
             emit(plan, kind, image="x", stretches=stretches)
+    with pytest.raises(ArgumentError, match="--emit 'srun' must be one of horovodrun"):
+        emit(plan, "srun", stretches=stretches)
 
 
 def test_who_ends_the_script_of_a_job_whose_hosts_change_ends_horovodrun(tmp_path: Path) -> None:

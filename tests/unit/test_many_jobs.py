@@ -557,7 +557,8 @@ def test_more_workers_of_smaller_batches_are_tried(
     (planned,) = plan_many(fleet, {"a": job}, ManyOptions(simulates=False)).planned
     assert change in planned.reason
     key, value = change.split(" = ")
-    mended = replace(job, **{key: int(value)})
+    fields: dict[str, Any] = {key: int(value)}
+    mended = replace(job, **fields)
     (planned,) = plan_many(fleet, {"a": mended}, ManyOptions(simulates=False)).planned
     assert planned.is_admitted
 
@@ -567,8 +568,8 @@ def test_more_workers_of_smaller_batches_are_tried(
 def test_hosts_that_do_not_say_what_they_have_are_told(
     key: str, given: int | None, which: str
 ) -> None:
-    hosts = [Host(f"h{at}", {"T4": 1}, 1e9) for at in range(3)]
-    hosts[0] = replace(hosts[0], **{key: given})
+    has: dict[str, Any] = {key: given}
+    hosts = [Host(f"h{at}", {"T4": 1}, 1e9, **(has if at == 0 else {})) for at in range(3)]
     job = replace(JOB, needs=replace(WorkerNeeds(), **{key: 4}))
     (planned,) = plan_many(Fleet(hosts), {"a": job}, ManyOptions(simulates=False)).planned
     assert planned.is_admitted == (not which)
