@@ -28,7 +28,10 @@ def misfit(machines: Machines, job: Job, *, speed: TotalSeconds) -> Refusal:
     if changes:
         text = f"{text}; {' or '.join(changes)} would make it fit"
     elif resource != "models":
-        text = f"{text}; no change of a single key makes it fit, `--job {job.name}` says more"
+        text = (
+            f"{text}; no single change of its workers, batch, needs, over or rule makes it fit, "
+            f"`--job {job.name}` says more"
+        )
     return Refusal(resource, why=f"it fits nowhere: {text}")
 
 

@@ -32,7 +32,7 @@ def test_random_cases_are_right() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_random_cases_are_right_for_long() -> None:
-    check(num_cases=10_000, first=10_000)  # 10^6: python -m tests.faults.kernel_cases 1000000
+    check(num_cases=20_000, first=10_000)  # 10^6: python -m tests.faults.kernel_cases 1000000
 
 
 def test_one_wrong_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -403,7 +403,7 @@ print(time.process_time() - began, 1024e-9 * resource.getrusage(resource.RUSAGE_
 """
 
 
-@pytest.mark.whole
+@pytest.mark.long
 @pytest.mark.timeout(600)  # wall time, on cores that other tests share
 def test_4096_ranks_for_2000_steps_take_under_two_minutes_and_two_gigabytes() -> None:
     # A process of its own, which has used no memory for anything else.

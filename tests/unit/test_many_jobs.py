@@ -584,7 +584,7 @@ def test_jobs_that_all_fit_nowhere_are_all_told() -> None:
     }
     a, b = plan_many(FLEET, jobs, ManyOptions()).planned
     assert "models of ['A100'], and hosts have ['T4']" in a.reason
-    assert "no change of a single key" in b.reason
+    assert "no single change of its workers, batch, needs, over or rule" in b.reason
 
 
 def test_a_rule_over_either_gets_even_places_where_these_are_faster() -> None:
