@@ -1,4 +1,4 @@
-"""The extension's own build: sanitizers, CUDA, size, time, and what a change compiles again.
+"""The extension's own build: CUDA, size, time, and what a change compiles again.
 
 These need no Python inside: csrc/checks compares every kernel with a plain form of the rules.
 """
@@ -11,63 +11,16 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from loft_hvd._native import extension
-from loft_hvd.topology import cpu_flags, vector_levels
+from tests.support.builds import ROOT, build, configure, run, side_by_side, tool
 from tests.support.marks import long_first
 
-ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 25_000_000
 MOST_BUILD_CPU_S = 2 * 6 * 60.0  # six minutes on two cores
-
-
-def tool(name: str) -> str:
-    """Return a build tool's path: beside this Python or on PATH."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed; make setup brings it")
-    return found
-
-
-def run(
-    *command: str | Path, limit_s: float = 2400.0, environ: Mapping[str, str] | None = None
-) -> str:
-    """Run a command to its end and return what it prints; fail with that when it fails."""
-    sanitizers = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    done = subprocess.run(
-        list(map(str, command)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit_s,
-        env={**os.environ, **sanitizers, **(environ or {})},
-        check=False,
-    )
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}"
-    return done.stdout
-
-
-def configure(folder: Path, *options: str, source: Path = ROOT) -> None:
-    """Configure a build of ``source`` with Ninja in ``folder``."""
-    chosen = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
-    run(tool("cmake"), "-S", source, "-B", folder, "-G", "Ninja", *chosen, *options)
-
-
-def build(folder: Path, *targets: str, environ: Mapping[str, str] | None = None) -> str:
-    jobs = str(len(os.sched_getaffinity(0)))
-    return run(tool("ninja"), "-C", folder, "-j", jobs, *targets, environ=environ)
-
-
-def side_by_side(folder: Path, *commands: list[str]) -> list[str]:
-    """Run programs of a build, one a core; return what each says."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda words: run(folder / words[0], *words[1:]), commands))
 
 
 def stacks_in(said: str) -> dict[str, int]:
@@ -130,7 +83,6 @@ def measured_compile_s(folder: Path) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("release")
 @pytest.mark.timeout(2700)
 def test_cpu_half_builds_in_time_and_once(release: Path, tmp_path: Path) -> None:
     spent_s = logged_compile_s(release)
@@ -143,7 +95,6 @@ def test_cpu_half_builds_in_time_and_once(release: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("release")
 @pytest.mark.timeout(2700)
 def test_every_kernel_is_right(release: Path) -> None:
     build(release, "check_cpu", "check_device", "check_threads")
@@ -159,95 +110,6 @@ def test_every_kernel_is_right(release: Path) -> None:
 def test_every_level_compiles_without_a_warning(tmp_path: Path) -> None:
     configure(tmp_path, "-DLOFT_CUDA=0", "-DLOFT_WERROR=1")
     build(tmp_path, "_loft")
-
-
-@pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the checks and the extension, built with sanitizers for the levels."""
-    folder = tmp_path_factory.mktemp("sanitized")
-    # A lean baseline and, where it runs, AVX2: wider vectors take as long again to compile.
-    built = "lean,avx2" if "avx2" in vector_levels(cpu_flags()) else "baseline"
-    strict = "-DLOFT_SANITIZE=address,undefined", "-DLOFT_WERROR=1"
-    configure(folder, "-DLOFT_CUDA=0", f"-DLOFT_LEVELS={built}", *strict)
-    build(folder, "check_cpu", "check_device", "check_threads", "_loft")
-    return folder
-
-
-@pytest.mark.long
-@pytest.mark.xdist_group("sanitized")
-@pytest.mark.timeout(2700)
-def test_sanitizers_find_nothing(sanitized: Path) -> None:
-    levels = vector_levels(cpu_flags())[:2]
-    # Kernels that are not optimised: two minutes a level.
-    commands = [["check_cpu", level] for level in levels]
-    commands += [[name, levels[-1]] for name in ("check_device", "check_threads")]
-    said = side_by_side(sanitized, *commands)
-    assert [line.split(":")[0] for line in said[: len(levels)]] == levels
-    assert all(" 0 differ" in line for line in said)
-
-
-@pytest.mark.long
-@pytest.mark.xdist_group("sanitized")
-@pytest.mark.timeout(2700)
-def test_address_sanitizer_finds_nothing_in_the_bindings(sanitized: Path) -> None:
-    (library,) = sanitized.glob("_loft.*so")
-    # Python is not built with it: it must be there before Python, and objects that Python keeps
-    # until its end are no leaks of ours.
-    # So must what it wraps: it looks for the C++ library's throw at its own start.
-    names = ("libasan.so", "libstdc++.so")
-    runtimes = " ".join(run("g++", f"-print-file-name={name}").strip() for name in names)
-    environ = {"LD_PRELOAD": runtimes, "ASAN_OPTIONS": "detect_leaks=0"}
-    said = run(sys.executable, ROOT / "tests/native/bound.py", library, environ=environ)
-    assert re.search(r"[1-9]\d+ calls, 0 wrong", said), said
-
-
-@pytest.mark.long
-@pytest.mark.timeout(2700)
-def test_thread_sanitizer_finds_nothing(tmp_path: Path) -> None:
-    configure(
-        tmp_path,
-        "-DLOFT_CUDA=0",
-        "-DLOFT_LEVELS=lean",
-        "-DLOFT_SANITIZE=thread",
-    )
-    build(tmp_path, "check_threads")
-    # It wants its memory at fixed places, which randomised addresses of a new kernel may take.
-    fixed = tool("setarch"), "--addr-no-randomize"
-    environ = {"TSAN_OPTIONS": "halt_on_error=1"}
-    assert " 0 differ" in run(*fixed, tmp_path / "check_threads", environ=environ)
-
-
-def build_datagrams(folder: Path, sanitizers: str) -> None:
-    """Build the checks of datagrams in ``folder``, or skip where OpenSSL's headers are missing."""
-    options = "-DLOFT_CUDA=0", "-DLOFT_LEVELS=lean", "-DLOFT_WERROR=1"
-    configure(folder, *options, f"-DLOFT_SANITIZE={sanitizers}")
-    if "check_port" not in run(tool("ninja"), "-C", folder, "-t", "targets", "all"):
-        pytest.skip("no OpenSSL 3 headers here (libssl-dev), so no datagrams")
-    build(folder, "check_datagram", "check_port")
-
-
-# With sanitizers a tenth of the random worlds.
-@pytest.mark.long
-@pytest.mark.timeout(2700)
-@pytest.mark.parametrize(
-    ("sanitizers", "num_packets"), [("", 1_000_000), ("address,undefined", 100_000)]
-)
-def test_datagrams_keep_their_laws_on_bad_networks(
-    sanitizers: str, num_packets: int, tmp_path: Path
-) -> None:
-    build_datagrams(tmp_path, sanitizers)
-    commands = [["check_datagram", "--packets", str(num_packets)], ["check_port"]]
-    for said in side_by_side(tmp_path, *commands):
-        assert " 0 differ" in said
-
-
-@pytest.mark.long
-@pytest.mark.timeout(2700)
-def test_thread_sanitizer_finds_nothing_in_ports(tmp_path: Path) -> None:
-    build_datagrams(tmp_path, "thread")
-    fixed = tool("setarch"), "--addr-no-randomize"
-    environ = {"TSAN_OPTIONS": "halt_on_error=1"}
-    assert " 0 differ" in run(*fixed, tmp_path / "check_port", environ=environ)
 
 
 # A second architecture takes as long again: what is compiled for it is the same source.
