@@ -252,8 +252,10 @@ class Job:
     elastic: bool = False
     restart_s: Seconds = 30.0  # without progress, when its hosts change while it runs
     store: bool = False  # a sample store keeps what ranks have read, in their hosts' budgets
-    hidden_share: Share = 0.0  # of the exchange that backward passes hide, as measured
-    rest_s: Seconds = 0.0  # of a step beside the ranks' own work and the exchange's bytes
+    # Share of the exchange that backward passes hide, and what a step takes beside the ranks' own
+    # work and the exchange's bytes, as measured. None: as run logs tell, else 0.
+    hidden_share: Share | None = None
+    rest_s: Seconds | None = None
     min_batch: Batch = MIN_BATCH
     min_workers: Annotated[int, Within(1, _MOST_RANKS)] = 1
     max_workers: Annotated[int, Within(1, _MOST_RANKS)] = _MOST_RANKS

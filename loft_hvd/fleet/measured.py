@@ -248,7 +248,7 @@ def with_logs(
     """
     models: dict[str, DeviceModel] = {}
     origins: dict[str, Origin] = {}
-    hidden, rest_s = job.hidden_share, job.rest_s
+    hidden, rest_s = job.hidden_share or 0.0, job.rest_s
     for path in job.logs:
         run = read_log(path)
         found = _models_of(fleet, job, run, now_s=now_s, assume=assume)
@@ -256,7 +256,7 @@ def with_logs(
         origins |= {device: origin for device, (_, origin) in found.items()}
         beside = _beside(fleet, job, run, hidden)
         if beside is not None:
-            hidden, rest_s = beside[0], job.rest_s or beside[1]
+            hidden, rest_s = beside[0], beside[1] if job.rest_s is None else job.rest_s
     origins |= dict.fromkeys(job.models, Origin("typed in the file of jobs"))
     models |= job.models
     return replace(job, models=models, hidden_share=hidden, rest_s=rest_s), origins
@@ -453,7 +453,7 @@ def _beside(fleet: Fleet, job: Job, run: LoggedRun, hidden: float) -> tuple[floa
     wall_s = statistics.median(each.typical_wall_s for each in run.times.values())
     beyond_s = max(wall_s - usual_longest(run), 0.0)
     least_s = sent.exposed_s  # where all is hidden that can be
-    if not job.hidden_share and sent.seconds >= _TELLING * wall_s:
+    if job.hidden_share is None and sent.seconds >= _TELLING * wall_s:
         share = 1.0 - (beyond_s - least_s) / (sent.seconds - least_s)
         hidden = min(max(share, 0.0), 1.0)
     exposed_s = least_s + (1.0 - hidden) * (sent.seconds - least_s)

@@ -229,4 +229,4 @@ def _exposed_s(job: Job, seconds: float) -> float:
     """Return what of an exchange no backward pass hides, and what else a step takes."""
     # With the scope "model" results travel after the last bucket has come: half of the bytes.
     free = 0.5 * seconds if job.scope == "model" else 0.0
-    return free + (1.0 - job.hidden_share) * (seconds - free) + job.rest_s
+    return free + (1.0 - (job.hidden_share or 0.0)) * (seconds - free) + (job.rest_s or 0.0)

@@ -238,10 +238,11 @@ def test_what_steps_take_beyond_work_and_exchange_counts_everywhere(
     found = with_logs(FLEET, job, now_s=0.0)[0]
     sent_s = model_bytes * 1514 / 1448 / 1e9
     told = model_bytes > 1e6  # more than 2 % of a step
-    hidden_s = before.hidden_share * sent_s if told else 0.0
+    hidden_s = (before.hidden_share or 0.0) * sent_s if told else 0.0
     assert found.hidden_share == 0.0
     more_s = 0.2 - hidden_s - (0.0 if told else sent_s)
-    assert found.rest_s - before.rest_s == pytest.approx(more_s, abs=2e-3)
+    assert found.rest_s is not None
+    assert found.rest_s - (before.rest_s or 0.0) == pytest.approx(more_s, abs=2e-3)
     layout = Layout.of([HostRanks(host, "A", 1) for host in FLEET.hosts if "A" in host.slots])
     typed = replace(found, rest_s=0.0)
     assert predict(FLEET, found, layout).step_s == pytest.approx(
@@ -276,6 +277,19 @@ def test_a_plan_predicts_the_step_of_the_log_it_is_made_from(
     assert predicted.exchange.exposed_s == pytest.approx(0.48 + more_s - usual_longest(run))
 
 
+@pytest.mark.parametrize(("hidden_share", "rest_s"), [(0.0, None), (None, 0.0), (0.0, 0.0)])
+def test_a_share_or_rest_of_nothing_that_is_typed_counts(
+    tmp_path: Path, log: str, hidden_share: float | None, rest_s: float | None
+) -> None:
+    job = job_of(tmp_path, log, model_bytes=250e6)
+    told = with_logs(FLEET, job, now_s=0.0)[0]
+    assert (told.hidden_share or 0.0) > 0.1
+    typed = replace(job, hidden_share=hidden_share, rest_s=rest_s)
+    found = with_logs(FLEET, typed, now_s=0.0)[0]
+    assert found.hidden_share == (told.hidden_share if hidden_share is None else 0.0)
+    assert rest_s is None or found.rest_s == 0.0
+
+
 def test_a_later_log_that_does_not_tell_leaves_what_an_earlier_one_told(
     tmp_path: Path, log: str
 ) -> None:
@@ -289,10 +303,10 @@ def test_a_later_log_that_does_not_tell_leaves_what_an_earlier_one_told(
     told = with_logs(
         FLEET, job_of(tmp_path, changed(log, "times", wait), model_bytes=250e6), now_s=0.0
     )[0]
-    assert told.hidden_share > 0.1
+    assert (told.hidden_share or 0.0) > 0.1
     later = tmp_path / "later.jsonl"
     later.write_text(changed(log, "times", lose))
-    both = replace(told, models={}, hidden_share=0.0, rest_s=0.0, logs=[*told.logs, str(later)])
+    both = replace(told, models={}, hidden_share=None, rest_s=None, logs=[*told.logs, str(later)])
     found = with_logs(FLEET, both, now_s=0.0)[0]
     assert (found.hidden_share, found.rest_s) == (told.hidden_share, told.rest_s)
 
