@@ -94,6 +94,10 @@ def train(phases: Sequence[dict[str, Any]], log_dir: str | None) -> None:
     def home(index: int) -> int:
         return next(at for at, (low, high) in enumerate(pairwise(bounds)) if low <= index < high)
 
+    def where(index: int) -> str:  # a host without a rank is a source from outside
+        name = f"host{home(index)}"
+        return f"node:{name}" if name in names else f"shared:{name}"
+
     class Samples(Dataset[Tensor]):
         def __len__(self) -> int:
             return NUM_SAMPLES
@@ -111,9 +115,7 @@ def train(phases: Sequence[dict[str, Any]], log_dir: str | None) -> None:
             time.sleep(COMPUTE_S[me] * len(x))
             return self.weight.sum() * x.mean()
 
-    placement = loft.Placement.from_function(
-        lambda index: [f"node:host{home(index)}"], NUM_SAMPLES, nodes=names
-    )
+    placement = loft.Placement.from_function(where, NUM_SAMPLES, nodes=names)
     for phase in phases:
         model = Model()
         balancer = loft.Balancer(

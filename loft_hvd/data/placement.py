@@ -123,7 +123,8 @@ class Placement:
         """Ask ``locate(index)`` for the homes of each sample.
 
         Args:
-            locate: gives a rank number, "node:NAME", "shared:NAME", "everywhere", or several.
+            locate: gives a rank number, "node:NAME", "shared:NAME" (a source that is no rank's own,
+                a host without a rank too), "everywhere", or several.
             num_samples: samples of the data set.
             nodes: node of each rank, [world_size]; needed when a home is a node.
         """
@@ -263,7 +264,8 @@ class Placement:
         if home.nodes and (self.nodes is None or not set(home.nodes) <= set(self.nodes)):
             raise DataError(
                 f"placement: homes on nodes {list(home.nodes)}, but the nodes of the ranks are "
-                f"{self.nodes}; give nodes= with the node of each rank"
+                f"{self.nodes}; give nodes= with the node of each rank, and 'shared:NAME' for what "
+                "lies on a host without one"
             )
         on_nodes = [r for r, node in enumerate(self.nodes or ()) if node in home.nodes]
         return sorted({*home.ranks, *on_nodes})

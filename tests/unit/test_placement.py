@@ -100,6 +100,8 @@ def test_nodes_of_another_world_are_an_error() -> None:
 def test_a_home_on_an_unknown_node_is_an_error() -> None:
     with pytest.raises(DataError, match="give nodes="):
         Placement.from_function(lambda i: "node:a", 1).at(2)
+    with pytest.raises(DataError, match="'shared:NAME' for what lies on a host without one"):
+        Placement.from_function(lambda i: "node:a", 1, nodes=["b", "c"]).at(2)
 
 
 @pytest.mark.parametrize(("num_labels", "cap"), [(3, 1.5), (4, 0.9), (4, float("inf"))])
