@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -74,7 +75,10 @@ PartitionName=all Nodes=ALL Default=YES State=UP
     environ = {
         **os.environ,
         "SLURM_CONF": str(config),
-        "PATH": os.pathsep.join([os.environ.get("PATH", ""), clients]),
+        # Jobs find the launchers that are beside this Python, as in an active environment.
+        "PATH": os.pathsep.join(
+            [os.path.dirname(sys.executable), os.environ.get("PATH", ""), clients]
+        ),
     }
     commands = (
         [programs["slurmctld"], "-D"],
