@@ -24,11 +24,12 @@ import torch
 
 from loft_hvd.topology import cpu_flags, vector_levels
 from scripts.setup.machine import find_compiler
+from tests.support.slowness import slowness
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 _ROOT = Path(__file__).parents[2]
-_INSTALL_LIMIT_S = 30.0  # what the project promises
+_INSTALL_LIMIT_S, _REPORT_LIMIT_S = 30.0, 60.0  # what the project promises
 _RUN = """
 import loft_hvd as loft, loft_hvd._loft as built, pathlib, sys, torch
 home = pathlib.Path(loft.__file__).resolve()
@@ -38,6 +39,24 @@ rows[2] = float("nan")
 expected = rows.sort(dim=0).values[3]
 assert torch.equal(loft.median(rows), expected)
 print("levels", *built.isa_levels())
+"""
+_TRAIN = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import loft_hvd as loft
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(256, 10))
+loft.watch(model, log_dir="runs")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(60):
+    loss = torch.nn.functional.cross_entropy(model(torch.randn(64, 256)), torch.zeros(64).long())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
 """
 
 
@@ -137,6 +156,24 @@ def test_one_environment_runs_on_hosts_of_every_instruction_set(
         pytest.skip(f"this machine has no {level}")
     output = _call([python, "-c", _RUN], {"LOFT_HVD_ISA": level}, cwd=tmp_path)
     assert output.split() == ["levels", *vector_levels(cpu_flags())]
+
+
+def test_a_fresh_environment_reports_on_a_script_of_torchrun_in_a_minute(
+    made: Made, tmp_path: Path
+) -> None:
+    slow = slowness(time.perf_counter)
+    python, install_s = _fresh_environment(tmp_path / "environment", made.wheel.parent)
+    script = tmp_path / "train.py"
+    script.write_text(_TRAIN)
+    began = time.monotonic()
+    command: list[str | Path] = [python, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", script]
+    _call(command, {"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+    said = _call([python.with_name("loft-hvd"), "report", "runs"], cwd=tmp_path)
+    seconds = install_s + time.monotonic() - began
+    sys.stdout.write(f"\ninstalled in {install_s:.1f} s, reported after {seconds:.1f} s\n")
+    assert len(re.findall(r"(?m)^ +[0-3] +\d", said)) == 4, said
+    assert seconds <= _REPORT_LIMIT_S * slow
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(python: Path) -> None:
