@@ -79,7 +79,7 @@ multiprocess: setup-all
 # Builds of the extension come first, each on all cores: others measure CPU time. What links, or
 # checks by one thread, leaves a core to another of them.
 unit-all: setup-all
-	$(PY) -m pytest $(BUILDS) -m "not whole" -n 2 --dist loadfile --durations=20 $(TESTS) || [ $$? -eq 5 ]  # 5: TESTS chooses none of them
+	$(PY) -m pytest $(BUILDS) -m "not whole" -n 2 --dist loadfile --no-loadscope-reorder --durations=20 $(TESTS) || [ $$? -eq 5 ]  # 5: TESTS chooses none of them
 	$(PY) -m pip install --quiet --no-deps --upgrade --target build/peers -r requirements/peers.txt  # beside .venv
 	PYTHONPATH=build/peers $(RANKS) $(PY) -m pytest tests/property/test_byzfl.py tests/property/test_flower.py tests/property/test_ray.py $(SPREAD) $(TESTS) || [ $$? -eq 5 ]
 	$(RANKS) $(PY) -m pytest tests $(SERIAL:%=--ignore=%) $(BUILDS:%=--ignore=%) -m "not multiprocess and not whole" $(SPREAD) $(TESTS)

@@ -841,7 +841,9 @@ def main(argv: list[str]) -> None:
     ends.start()
     run: Callable[..., Any] = runpy.run_path
     try:
-        run(script, run_name="__main__")
+        # Kept to the end: what the script leaves behind may wait for ever where it is freed, as DDP
+        # on Gloo, whose thread wants the interpreter's lock while that waits for the thread.
+        _left = run(script, run_name="__main__")
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             traceback.print_exc()
