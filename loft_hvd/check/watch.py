@@ -840,11 +840,14 @@ def main(argv: list[str]) -> None:
     ends = threading.Thread(target=watch.run_out, args=limits, name="check", daemon=True)
     ends.start()
     run: Callable[..., Any] = runpy.run_path
+    # Kept to the end: what the script leaves behind may wait for ever where it is freed, as DDP on
+    # Gloo, whose thread wants the interpreter's lock while that waits for the thread. An error has
+    # it in its frames.
+    left: list[object] = []
     try:
-        # Kept to the end: what the script leaves behind may wait for ever where it is freed, as DDP
-        # on Gloo, whose thread wants the interpreter's lock while that waits for the thread.
-        _left = run(script, run_name="__main__")
+        left.append(run(script, run_name="__main__"))
     except BaseException as error:
+        left.append(error)
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             traceback.print_exc()
             watch.write("error", error)

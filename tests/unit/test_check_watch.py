@@ -262,10 +262,11 @@ os.abort()  # as Gloo does where collectives of two kinds meet
 """
 
 
-def test_what_a_script_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
+def test_what_a_script_leaves_behind_is_not_waited_for(end: str, tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "notes"
-    lines = ("import time, weakref", "left = {1}", "weakref.finalize(left, time.sleep, 3600)", "")
-    script.write_text("\n".join(lines))
+    lines = ("import time, weakref", "left = {1}", "weakref.finalize(left, time.sleep, 3600)", end)
+    script.write_text("\n".join((*lines, "")))
     folder.mkdir()
     words = (str(folder), "60", "1", str(script))
     subprocess.run((sys.executable, "-m", "loft_hvd.check.watch", *words), timeout=100, check=True)

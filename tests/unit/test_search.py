@@ -119,9 +119,7 @@ class SharedCase:
 
 
 @solvers
-@pytest.mark.parametrize(
-    "num_cases", [pytest.param(60), pytest.param(1000, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("num_cases", [60, pytest.param(1000, marks=pytest.mark.long)])
 def test_a_shared_source_leaves_little_to_the_best_of_all_plans(
     solve: Solver, num_cases: int
 ) -> None:
@@ -139,7 +137,7 @@ def test_a_shared_source_leaves_little_to_the_best_of_all_plans(
 
 @pytest.mark.parametrize(
     "num_cases",
-    [pytest.param(60), pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+    [60, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
 )
 def test_no_plan_is_below_the_bound_and_most_plans_found_are_near(num_cases: int) -> None:
     gaps = []
