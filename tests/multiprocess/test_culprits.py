@@ -42,4 +42,4 @@ def test_whoever_waits_for_others_before_backward_is_not_taken_to_compute(
             assert case["named"] == [f"{culprit} other"], case
         else:
             assert case["named"] == [f"{culprit} {'fetch' if is_fetch else 'compute'}"], case
-            assert sizes[culprit] < 0.6 * max(sizes), case
+            assert sizes[culprit] < 0.6 * max(sizes), f"{case}"

@@ -161,7 +161,8 @@ def run(where: str | None, way: str) -> dict[str, Any]:
             named = [" ".join(each) for each in re.findall(r"rank (\d) is slow: (\w+)", text)]
         if step == (INTERVAL + 1 if where in CALLBACKS else NUM_STEPS):
             break
-    return {"where": where, "way": way, "named": named, "sizes": list(balancer.plan.sizes)}
+    found = {"where": where, "way": way, "named": named, "sizes": list(balancer.plan.sizes)}
+    return {**found, "told": balancer.explain()}
 
 
 for place, by in [*CASES, (None, "sum")]:
