@@ -46,6 +46,32 @@ def test_a_process_that_is_being_killed_counts_as_ended_from_the_first_moment() 
         child.wait(timeout=60)
 
 
+def seen(*, letter: str = "R", flags: int = 0, pending: int = 0, exit_code: int = 0) -> list[str]:
+    fields = ["0"] * 50
+    fields[0], fields[6], fields[28], fields[49] = letter, str(flags), str(pending), str(exit_code)
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        (seen(), "R"),
+        (seen(letter="T", exit_code=19), "T"),
+        (seen(letter="R", exit_code=19), "R"),  # the last of its threads is about to stop
+        (seen(pending=1 << 8, exit_code=9), "X"),
+        (seen(exit_code=9), "X"),  # between the two signs: once in 1,000 kills
+        (seen(flags=4, exit_code=9), "X"),
+        (seen(flags=4), "X"),  # it has left by itself
+        (seen(pending=1 << 8), "X"),  # an older kernel
+    ],
+)
+def test_what_the_kernel_shows_of_a_process(
+    fields: list[str], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "stat_fields", lambda _: fields)
+    assert process_state(1, 0) == state
+
+
 def test_a_process_name_that_is_cut_inside_a_character_is_read() -> None:
     name = ("x" * 14 + "ü").encode()
     script = f"""
