@@ -17,6 +17,7 @@ __all__ = [
     "cpu_name",
     "first_cpu",
     "run_queue_s",
+    "thread_name",
     "thread_times",
     "vector_levels",
 ]
@@ -123,6 +124,13 @@ def thread_times() -> dict[int, tuple[float, float]]:
                 had, queued = _begin(_TASKS / thread / "schedstat").split()[:2]
                 found[int(thread)] = int(had) * 1e-9, int(queued) * 1e-9
     return found
+
+
+def thread_name(thread: int) -> str:
+    """Return the system's name of a thread of this process, "" where it has ended."""
+    with suppress(OSError):
+        return _begin(_TASKS / str(thread) / "comm").rstrip()
+    return ""
 
 
 def _begin(path: Path) -> str:

@@ -55,7 +55,14 @@ from loft_hvd.codec import encode
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError, PlanError
 from loft_hvd.runlog import MOST_ROWS, RunLog
-from loft_hvd.topology import LoadMeter, allowed_cpus, first_cpu, run_queue_s, thread_times
+from loft_hvd.topology import (
+    LoadMeter,
+    allowed_cpus,
+    first_cpu,
+    run_queue_s,
+    thread_name,
+    thread_times,
+)
 from loft_hvd.transport.agreement import check_agreement, odd_ones
 from loft_hvd.transport.base import Channel, Work, wait_for
 from loft_hvd.transport.lanes import datagram_ports
@@ -72,6 +79,7 @@ _LEAST_S = 30.0
 _GROWTH = 4  # and at most this many times the steps of the one before
 _DRAIN_S = 10.0  # longest wait at the end of a process
 _UNTIMED = 2  # intervals without times that are worth a warning
+_CARRIERS = ("gloo_tcp_loop", "pt_gloo_runloop")  # torch's names of Gloo's threads
 _COMPUTES = 0.25  # of the main thread's CPU time: a thread that has so much computes with it
 _TIMES, _PLAN, _ROOM = "exchange of times", "broadcast of the plan", "exchange of room"
 
@@ -591,7 +599,12 @@ class LivePlan:
     # Interval by interval.
 
     def _send_times(self) -> None:
-        sums = self.timer.take()
+        beside: Floats = np.empty(0)
+        carriers_queued_s = 0.0
+        if not self._options.policy.is_adaptive:  # what no sizes could mend is told
+            place, carriers_queued_s = self._place()
+            beside = np.concatenate([place, self.timer.recent().ravel()])
+        sums = self.timer.take(carriers_queued_s=carriers_queued_s)
         head = Head(
             num_steps=self.num_steps,
             plan_id=self.plan.plan_id,
@@ -600,16 +613,17 @@ class LivePlan:
             next_interval=self.schedule.propose(sums, num_passes=self.num_passes),
         )
         uses = self._load.cpu_use(), self._load.memory_use()
-        beside: Floats = np.empty(0)
-        if not self._options.policy.is_adaptive:  # what no sizes could mend is told
-            beside = np.concatenate([self._place(), self.timer.recent().ravel()])
         self._exchange.send_times(sums, head=head, uses=uses, beside=beside)
         if self._limits.tell_memory:
             self.room.computed(self._batches.largest_done(self._transport.rank))
             self._exchange.send_room(self.room.most(grain=self._limits.grain))
 
-    def _place(self) -> Place:
-        """Return where this rank runs, and how long threads beside its main one have queued."""
+    def _place(self) -> tuple[Place, float]:
+        """Return where this rank runs, and how long threads beside its main one have queued.
+
+        The longest of those that compute, in seconds of a step, and of those that carry an
+        exchange, in seconds of a batch.
+        """
         num_steps, before = self._threads_at
         now = thread_times()
         self._threads_at = self.num_steps, now
@@ -619,10 +633,17 @@ class LivePlan:
             if thread in before
         }
         main_s, _ = spent.pop(os.getpid(), (math.inf, 0.0))
+        steps = max(self.num_steps - num_steps, 1)
         # Those that compute, such as OpenMP's: the main one waits for them in its own steps.
         queued_s = (queued for had, queued in spent.values() if had > _COMPUTES * main_s)
-        most_s = max(queued_s, default=0.0) / max(self.num_steps - num_steps, 1)
-        return Place(self._transport.local_size, allowed_cpus(), first_cpu(), most_s)
+        most_s = max(queued_s, default=0.0) / steps
+        carriers_s = (
+            queued
+            for thread, (_, queued) in spent.items()
+            if queued > 0 and thread_name(thread) in _CARRIERS
+        )
+        place = Place(self._transport.local_size, allowed_cpus(), first_cpu(), most_s)
+        return place, max(carriers_s, default=0.0) / (steps * self.num_passes)
 
     def _close_interval(self) -> None:
         """Read what ranks measured, and let rank 0 decide on it."""

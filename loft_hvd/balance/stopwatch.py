@@ -559,11 +559,21 @@ class StepTimer:
         if self._sums.num_steps:
             self._summed = self._sums.take()
 
-    def take(self) -> Floats:
-        """Return the sums in the order of ``SUMS``, [26]; no step is in two of them."""
+    def take(self, *, carriers_queued_s: float = 0.0) -> Floats:
+        """Return the sums in the order of ``SUMS``, [26]; no step is in two of them.
+
+        Args:
+            carriers_queued_s: seconds of a batch that threads which carry its exchange were ready
+                to run while others held their CPU. Every rank waits for them: on this one, too,
+                that looks like waiting for others.
+        """
         self._add_known()
         summed, self._summed = self._summed, None
-        return self._sums.take() if summed is None else summed
+        sums = self._sums.take() if summed is None else summed
+        own_s = min(carriers_queued_s * sums[SUM["steps"]], sums[SUM["wait_s"]])
+        sums[SUM["wait_s"]] -= own_s
+        sums[[SUM["queued_s"], SUM["typical_queued_s"]]] += own_s
+        return sums
 
     def discard(self) -> None:
         """Forget all sums: what they measured is over."""

@@ -57,7 +57,13 @@ def _check(cases: list[Case]) -> None:
 
 def test_some_culprits_are_named_and_nobody_in_an_honest_run() -> None:
     _check(
-        [("fetch", "spin", 1), ("backward", "sleep", 3), ("turns forward", "sleep", 0), HONEST[0]]
+        [
+            ("fetch", "spin", 1),
+            ("backward", "sleep", 3),
+            ("queue", "spin", 2),
+            ("turns forward", "sleep", 0),
+            HONEST[0],
+        ]
     )
 
 

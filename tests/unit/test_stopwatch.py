@@ -134,6 +134,19 @@ def test_time_queued_for_a_core_is_not_computing(clock: Clock) -> None:
     )
 
 
+@pytest.mark.parametrize(("queued_s", "own_s"), [(0.0, 0.0), (1.25, 2.5), (9.0, 6.0)])
+def test_what_the_threads_of_the_exchange_queue_for_is_no_wait_for_others(
+    queued_s: float, own_s: float, clock: Clock
+) -> None:
+    timer = StepTimer(clock)
+    one_step(timer, clock)
+    one_step(timer, clock)
+    [rank] = read_times(timer.take(carriers_queued_s=queued_s)[None])
+    assert (rank.queued_s, rank.typical_queued_s) == pytest.approx((own_s / 2, own_s / 2))
+    assert rank.wait_s == pytest.approx(3.0 - own_s / 2)
+    assert rank.wall_s == pytest.approx(12.0)
+
+
 def test_fetching_beside_the_computing_stalls_nobody(clock: Clock) -> None:
     timer = StepTimer(clock)
     clock.now += 1

@@ -107,6 +107,12 @@ def test_threads_are_told_with_what_they_have_had() -> None:
     assert len(topology.thread_times()) == len(os.listdir("/proc/self/task"))
 
 
+def test_threads_have_the_names_that_the_system_has_for_them() -> None:
+    own = Path("/proc/self/comm").read_text()
+    assert own == f"{topology.thread_name(os.getpid())}\n"
+    assert topology.thread_name(2**22 + 1) == ""  # beyond all numbers of threads
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_fork_reads_its_own_queue() -> None:
     topology.run_queue_s()
