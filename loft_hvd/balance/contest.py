@@ -141,10 +141,14 @@ class Contest:
         of_level = self.states * share[..., None]
         of_level[..., -1] = gain[..., -1]
         used = np.where(tells[:, None], gain, of_level)
+        # As a share of a time that has doubled, what is not known of its terms is what it was.
+        growth = np.where(tells, 1.0, 1.0 + share * miss / variance)
         states = self.states + used * (miss / variance)[..., None]
         both = used[..., :, None] * gain[..., None, :]
         told = both + np.swapaxes(both, -1, -2) - used[..., :, None] * used[..., None, :]
         covariance = self.covariance - told / variance[..., None, None]
+        covariance[..., :-1, :] *= growth[..., None, None]
+        covariance[..., :, :-1] *= growth[..., None, None]
         states = _keep_positive(states, covariance)
         states, covariance, weights = _deal_out(states, covariance, merits, shown)
         states, covariance = _advance(states, covariance, shown)

@@ -96,6 +96,23 @@ def test_a_speed_that_wanders_while_sizes_follow_it_teaches_no_wrong_shape() -> 
     assert foretold(contest, size / 2) / foretold(contest, size) == pytest.approx(truth, rel=0.2)
 
 
+@pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
+def test_what_is_not_known_of_a_shape_stays_so_after_a_jump(factor: float) -> None:
+    contest = Contest.of(1, 2)
+
+    def unknown() -> float:
+        fixed_s = float(np.sqrt(contest.foretell().covariance[0, 0, 0]))
+        return fixed_s / foretold(contest, 64)
+
+    for _ in range(20):
+        show(contest, 64, 0.1)
+    before = unknown()
+    for _ in range(2):
+        show(contest, 64, 0.1 * factor)
+    assert before > 0.2
+    assert unknown() == pytest.approx(before, rel=0.1)
+
+
 def test_sizes_that_vary_tell_what_is_fixed() -> None:
     contest = Contest.of(1, 2)
     for size in (64, 32, 96, 48, 80, 40, 64):
