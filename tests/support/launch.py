@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launchers import MAINS, ForkedLauncher
-
 __all__ = ["LAUNCHERS", "Finished", "launch", "launcher_here"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,9 +98,10 @@ def launch(
         command = python
     elif launcher == "torchrun":
         options = ["--standalone", *options, "--nproc-per-node", str(num_ranks)]
-        command = ["torchrun", *options, *arguments]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
     elif launcher in ("gloo", "elastic"):
-        command = ["horovodrun", "--gloo", "-np", str(num_ranks), *options, *python]
+        runner = str(Path(sys.executable).with_name("horovodrun"))
+        command = [runner, "--gloo", "-np", str(num_ranks), *options, *python]
     else:
         # Unbound, as Horovod advises: a rank bound to one core shares it with its loader processes.
         share = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
@@ -112,21 +111,16 @@ def launch(
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMIX_"))}
     paths = [str(ROOT), kept.get("PYTHONPATH", "")]
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    kept |= env or {}
-    process: ForkedLauncher | subprocess.Popen[str]
-    if command[0] in MAINS:
-        process = ForkedLauncher(command, env=kept, cwd=ROOT)
-    else:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            cwd=ROOT,
-            env=kept,
-            start_new_session=True,
-        )
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=ROOT,
+        env=kept | dict(env or {}),
+        start_new_session=True,
+    )
     try:
         if during is not None:
             during()
@@ -139,7 +133,7 @@ def launch(
         raise
 
 
-def _end(process: ForkedLauncher | subprocess.Popen[str]) -> str:
+def _end(process: subprocess.Popen[str]) -> str:
     """End a launcher and its ranks; returns what they have said."""
     os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its ranks
     try:
