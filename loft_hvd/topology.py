@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 __all__ = [
     "LoadMeter",
+    "QueueMeter",
     "allowed_cpus",
     "cpu_flags",
     "cpu_name",
@@ -24,6 +26,8 @@ __all__ = [
 
 _SCHEDSTAT = "/proc/thread-self/schedstat"  # cpu ns, ns runnable but not running, slices
 _TASKS = Path("/proc/self/task")  # a folder for each thread
+_CARRIERS = ("gloo_tcp_loop", "pt_gloo_runloop")
+_COMPUTES = 0.25  # of the main thread's CPU time: a thread that has so much computes with it
 _STAT = Path("/proc/stat")  # first line: cpu user nice system idle iowait irq softirq steal ...
 _MEMINFO = Path("/proc/meminfo")  # first lines: MemTotal, MemFree, MemAvailable
 _CPUINFO = Path("/proc/cpuinfo")
@@ -133,10 +137,43 @@ def thread_name(thread: int) -> str:
     return ""
 
 
+class QueueMeter:
+    """How long threads beside the main one queued for a CPU, between two readings.
+
+    They were ready to run while others held it. 0 where the system does not tell (not Linux).
+    """
+
+    def __init__(self) -> None:
+        self._last = thread_times()
+
+    def longest_s(self) -> tuple[float, float]:
+        """Return the longest queues since the last call, of two kinds of threads.
+
+        Of those that compute, such as OpenMP's, for which the main one waits in its own steps; and
+        of Gloo's, as torch names them, which carry what ranks exchange.
+        """
+        now, before = thread_times(), self._last
+        self._last = now
+        spent = {
+            thread: (had - before[thread][0], queued - before[thread][1])
+            for thread, (had, queued) in now.items()
+            if thread in before
+        }
+        main_s, _ = spent.pop(os.getpid(), (math.inf, 0.0))
+        computing_s = carrying_s = 0.0
+        for thread, (had, queued) in spent.items():
+            if queued > 0 and thread_name(thread) in _CARRIERS:
+                carrying_s = max(carrying_s, queued)
+            elif had > _COMPUTES * main_s:
+                computing_s = max(computing_s, queued)
+        return computing_s, carrying_s
+
+
 def _begin(path: Path) -> str:
     """Return the first kilobyte of a file, without the layers that cost more than it does."""
     with path.open("rb", buffering=0) as file:
-        return (file.read(1024) or b"").decode()
+        # The kernel cuts names after 15 bytes, also inside a character of UTF-8.
+        return (file.read(1024) or b"").decode(errors="replace")
 
 
 class LoadMeter:

@@ -53,6 +53,7 @@ _USUAL = 0.05  # the next interval, where nothing jumps: an error that plans sho
 _SHARED, _SHARED_LAST = 0.1, 0.9
 _TELLS = 0.1  # so many samples more or fewer, as a share, teach what comes with the samples
 _TINY_S = 1e-6  # no clock resolves less
+_MOST_GROWTH = 10.0  # of a level, in an interval, with which errors grow
 
 
 @dataclass(frozen=True)
@@ -141,14 +142,22 @@ class Contest:
         of_level = self.states * share[..., None]
         of_level[..., -1] = gain[..., -1]
         used = np.where(tells[:, None], gain, of_level)
-        # As a share of a time that has doubled, what is not known of its terms is what it was.
-        growth = np.where(tells, 1.0, 1.0 + share * miss / variance)
         states = self.states + used * (miss / variance)[..., None]
         both = used[..., :, None] * gain[..., None, :]
         told = both + np.swapaxes(both, -1, -2) - used[..., :, None] * used[..., None, :]
         covariance = self.covariance - told / variance[..., None, None]
-        covariance[..., :-1, :] *= growth[..., None, None]
-        covariance[..., :, :-1] *= growth[..., None, None]
+        # Terms have grown by this factor, and with them what is not known of them; but for what is
+        # left of this row's own error. When they shrink, it stays: none is known too well.
+        growth = np.where(tells, 1.0, np.clip(1.0 + share * miss / variance, 1.0, _MOST_GROWTH))
+        scale = np.append(
+            np.repeat(growth[..., None], states.shape[-1] - 1, axis=-1),
+            np.ones_like(growth)[..., None],
+            axis=-1,
+        )
+        own = (
+            used[..., :, None] * used[..., None, :] * (noise / np.square(variance))[..., None, None]
+        )
+        covariance = scale[..., :, None] * scale[..., None, :] * (covariance - own) + own
         states = _keep_positive(states, covariance)
         states, covariance, weights = _deal_out(states, covariance, merits, shown)
         states, covariance = _advance(states, covariance, shown)

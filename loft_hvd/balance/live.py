@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import os
 import sys
 import threading
 import weakref
@@ -55,14 +54,7 @@ from loft_hvd.codec import encode
 from loft_hvd.config import config
 from loft_hvd.errors import MismatchError, PlanError
 from loft_hvd.runlog import MOST_ROWS, RunLog
-from loft_hvd.topology import (
-    LoadMeter,
-    allowed_cpus,
-    first_cpu,
-    run_queue_s,
-    thread_name,
-    thread_times,
-)
+from loft_hvd.topology import LoadMeter, QueueMeter, allowed_cpus, first_cpu, run_queue_s
 from loft_hvd.transport.agreement import check_agreement, odd_ones
 from loft_hvd.transport.base import Channel, Work, wait_for
 from loft_hvd.transport.lanes import datagram_ports
@@ -79,8 +71,6 @@ _LEAST_S = 30.0
 _GROWTH = 4  # and at most this many times the steps of the one before
 _DRAIN_S = 10.0  # longest wait at the end of a process
 _UNTIMED = 2  # intervals without times that are worth a warning
-_CARRIERS = ("gloo_tcp_loop", "pt_gloo_runloop")  # torch's names of Gloo's threads
-_COMPUTES = 0.25  # of the main thread's CPU time: a thread that has so much computes with it
 _TIMES, _PLAN, _ROOM = "exchange of times", "broadcast of the plan", "exchange of room"
 
 
@@ -412,7 +402,7 @@ class LivePlan:
         self._exchange = TimesExchange(channel)
         self._archive = Archive()
         self._load = LoadMeter()
-        self._threads_at = 0, thread_times()  # after so many steps
+        self._queues, self._queued_at = QueueMeter(), 0  # steps that had been taken
         self._is_compared = False  # with the other ranks' state, at the first step
         # Queueing is taken off computing, from which sizes follow, only where ranks must queue.
         queues = transport.local_size > allowed_cpus() or not options.policy.plans_batches
@@ -619,31 +609,12 @@ class LivePlan:
             self._exchange.send_room(self.room.most(grain=self._limits.grain))
 
     def _place(self) -> tuple[Place, float]:
-        """Return where this rank runs, and how long threads beside its main one have queued.
-
-        The longest of those that compute, in seconds of a step, and of those that carry an
-        exchange, in seconds of a batch.
-        """
-        num_steps, before = self._threads_at
-        now = thread_times()
-        self._threads_at = self.num_steps, now
-        spent = {
-            thread: (had - before[thread][0], queued - before[thread][1])
-            for thread, (had, queued) in now.items()
-            if thread in before
-        }
-        main_s, _ = spent.pop(os.getpid(), (math.inf, 0.0))
-        steps = max(self.num_steps - num_steps, 1)
-        # Those that compute, such as OpenMP's: the main one waits for them in its own steps.
-        queued_s = (queued for had, queued in spent.values() if had > _COMPUTES * main_s)
-        most_s = max(queued_s, default=0.0) / steps
-        carriers_s = (
-            queued
-            for thread, (_, queued) in spent.items()
-            if queued > 0 and thread_name(thread) in _CARRIERS
-        )
-        place = Place(self._transport.local_size, allowed_cpus(), first_cpu(), most_s)
-        return place, max(carriers_s, default=0.0) / (steps * self.num_passes)
+        """Return where this rank runs, and how long what carries its exchange queued, a batch."""
+        computing_s, carrying_s = self._queues.longest_s()
+        steps = max(self.num_steps - self._queued_at, 1)
+        self._queued_at = self.num_steps
+        here = self._transport.local_size, allowed_cpus(), first_cpu()
+        return Place(*here, computing_s / steps), carrying_s / (steps * self.num_passes)
 
     def _close_interval(self) -> None:
         """Read what ranks measured, and let rank 0 decide on it."""
@@ -890,6 +861,7 @@ class LivePlan:
         self._batches.restart(next_step=next_batch)
         self.timer.discard()  # steps of the run before
         self.num_steps = self._log.step = saved.num_steps
+        self._queues, self._queued_at = QueueMeter(), saved.num_steps
         self._write_plans()
         self.schedule.follow(self.num_steps, self.schedule.interval)
         self._write_schedule()

@@ -43,9 +43,6 @@ UNKNOWN = "?"  # nobody has looked at the process yet, or nobody can
 ENDED = ("X", "Z")  # its letters: has ended; has ended, but its parent has not asked
 _EXITING = 4  # from the kernel's sched.h, PF_EXITING: the process is giving back what it holds
 _KILL_IS_PENDING = 1 << (signal.SIGKILL - 1)
-# What a process that runs or is stopped may show as its exit code; where one is ending, newer
-# kernels show its signal there, also between the two signs above.
-_LIVES = (0, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,9 @@ def process_state(pid: int, start: int) -> str:
         return UNKNOWN
     # Another start: the process has ended, and its id was given to a later one.
     is_another = start != 0 and int(fields[19]) != start
-    is_killed = int(fields[28]) & _KILL_IS_PENDING or int(fields[49]) not in _LIVES
+    # Newer kernels show what ends it as its exit code, also between the two other signs. SIGKILL
+    # alone: others may be what a debugger has stopped it with.
+    is_killed = int(fields[28]) & _KILL_IS_PENDING or int(fields[49]) == signal.SIGKILL
     return "X" if is_another or is_killed or int(fields[6]) & _EXITING else fields[0]
 
 

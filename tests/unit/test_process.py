@@ -58,6 +58,8 @@ def seen(*, letter: str = "R", flags: int = 0, pending: int = 0, exit_code: int 
         (seen(), "R"),
         (seen(letter="T", exit_code=19), "T"),
         (seen(letter="R", exit_code=19), "R"),  # the last of its threads is about to stop
+        (seen(letter="t", exit_code=5), "t"),  # of a debugger
+        (seen(letter="R", exit_code=10), "R"),  # which lets it go on with a signal
         (seen(pending=1 << 8, exit_code=9), "X"),
         (seen(exit_code=9), "X"),  # between the two signs: once in 1,000 kills
         (seen(flags=4, exit_code=9), "X"),

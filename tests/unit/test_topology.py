@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from loft_hvd import topology
 from loft_hvd._native import extension
-from loft_hvd.topology import LoadMeter, cpu_flags, vector_levels
+from loft_hvd.topology import LoadMeter, QueueMeter, cpu_flags, vector_levels
 
 _AVX2 = frozenset({"sse2", "avx2", "popcnt", "bmi2", "f16c", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
@@ -111,6 +112,49 @@ def test_threads_have_the_names_that_the_system_has_for_them() -> None:
     own = Path("/proc/self/comm").read_text()
     assert own == f"{topology.thread_name(os.getpid())}\n"
     assert topology.thread_name(2**22 + 1) == ""  # beyond all numbers of threads
+
+
+def test_queues_are_those_since_the_last_reading_of_threads_that_compute_or_carry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main = os.getpid()
+    names = {1: "gloo_tcp_loop", 2: "pt_gloo_runloop", 3: "OpenMP", 4: "pin", 5: "OpenMP"}
+    readings = [
+        {main: (5.0, 1.0), 1: (0.1, 1.0), 2: (0.1, 2.0), 3: (3.0, 3.0), 4: (0.1, 4.0)},
+        # The main thread has 4 s more, which a fifth of others' is not; thread 5 is new.
+        {
+            main: (9.0, 9.0),
+            1: (0.2, 1.5),
+            2: (3.1, 2.75),
+            3: (5.0, 4.0),
+            4: (0.9, 9.0),
+            5: (9.0, 9.0),
+        },
+        {main: (9.0, 9.0), 3: (5.0, 4.0), 5: (9.5, 11.0)},  # others have ended
+    ]
+    monkeypatch.setattr(topology, "thread_times", lambda: readings.pop(0))
+    monkeypatch.setattr(topology, "thread_name", names.__getitem__)
+    meter = QueueMeter()
+    assert meter.longest_s() == (1.0, 0.75)
+    assert meter.longest_s() == (2.0, 0.0)
+
+
+def test_a_name_that_is_cut_inside_a_character_is_read() -> None:
+    named = threading.Event(), threading.Event()
+    numbers = []
+
+    def work() -> None:
+        ctypes.CDLL(None).prctl(15, ("x" * 14 + "ü").encode(), 0, 0, 0)  # PR_SET_NAME
+        numbers.append(threading.get_native_id())
+        named[0].set()
+        named[1].wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    named[0].wait(60)
+    assert topology.thread_name(numbers[0]).startswith("x" * 14)
+    named[1].set()
+    thread.join()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
