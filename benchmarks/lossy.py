@@ -93,7 +93,7 @@ def reduce_lossy(rows: Tensor, rule: Rule, faults: Faults, *, exchange: str) -> 
         filled.append(shard.clone())
         if lost.any():
             fill_holes(filled[-1], Holes(lost.to(torch.uint8), block_numel), rule, own=own)
-    result: Tensor = loft.aggregate(torch.cat(filled, dim=1)[:, :numel], rule)
+    result: Tensor = loft.aggregate(torch.cat(filled, dim=1)[:, :numel], rule.over_model)
     return result
 
 

@@ -62,6 +62,9 @@ _SQUARINGS = 60  # a bound: some 6 do; by it what differs by 1e-17 is told apart
 # wrong rows are taken to be behind it. Measured, 8 to 20 rows: up to 6 wrong rows stay within what
 # right ones vary, at 10 they no longer do; below 6 it costs accuracy where each has other classes.
 _STANDS_OUT = 6.0
+# Of the length that shrinking took, as a power. Measured: all of it costs 2 to 4 points where
+# classes are dealt out by Dirichlet(0.1), none costs 1 to 10 where data is sorted.
+_GIVEN_BACK = 0.75
 _NEWTON_STEPS = 50  # a bound: some 5 do
 _NEWTON_ROWS = 128  # a step takes 1.2 ms of 64 rows, and grows with their cube
 
@@ -473,7 +476,8 @@ def _principal_axis(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule
         return _mean_of(rows, np.arange(num_rows))  # more rows than f are lost, and so is the sum
     # Where no row is wrong this is the mean.
     longest = (num_rows if rule.f == 0 else (num_rows + 1) // 2) - 1
-    clipped = _clipped(rows, float(np.sort(rows.lengths)[longest]))
+    ordered = np.sort(rows.lengths)
+    clipped = _clipped(rows, float(ordered[longest]))
     near = rows.near
     if near is None:  # what this rule mixes leaves nobody out, so it does not say who is far away
         near = _product(_neighbourhoods(clipped, rule.f), clipped.matrix) != 0
@@ -482,6 +486,13 @@ def _principal_axis(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule
     shares = _shares(rows.weights, num_rows)[kept]
     mean = _product(shares[None] / _total(shares), by)
     mixed, inner = _mixed(clipped, mean, None, Mean())
+    if rule.lengthens:
+        whole, shrunk = (
+            _total(shares * np.minimum(rows.lengths[kept], ordered[at]))
+            for at in (num_rows - rule.f - 1, longest)
+        )
+        if shrunk > 0:
+            mixed = mixed._replace(matrix=mixed.matrix * (whole / shrunk) ** _GIVEN_BACK)
     return mixed._replace(near=near), inner
 
 

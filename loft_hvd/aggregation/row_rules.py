@@ -59,6 +59,11 @@ class RowRule(Rule):
 
     sees_rows: ClassVar[bool] = True
 
+    @property
+    def over_model(self) -> RowRule:
+        """As of ``Rule``: a rule that sees rows."""
+        return self
+
     def _explain_too_few(self, num_rows: int, absent: int, where: str, values: str) -> str:
         if num_rows == 0 or self.min_rows == 1:
             way_out = "give rows that are present, with a weight above 0"
@@ -346,14 +351,29 @@ class PrincipalAxis(RowRule, RuleWithF):
     than six times the mean of those along the others: wrong rows may pull in f directions. All
     rows stay in the mean, so right rows that differ for good lose little. A row that is not finite
     is left out, and counts as one of the f. With f = 0 it is the mean.
+
+    Attributes:
+        f: the Byzantine rows to expect.
+        lengthens: gives the mean back most of the length that shrinking took: it is multiplied by
+            the mean length of the rows, none longer than the (n - f)th, over that of the shrunk
+            ones, to the power of 0.75. At least one right row is as long as the (n - f)th.
     """
 
     name: ClassVar[str] = "principal_axis"
+    lengthens: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.lengthens, bool):
+            raise ArgumentTypeError(f"{self.name}: lengthens={self.lengthens!r} must be a bool")
+
+    def __str__(self) -> str:
+        return super().__str__() + ",lengthens=true" * self.lengthens
 
 
 @dataclass(frozen=True)
 class Robust(RowRule, RuleWithF):
-    """The advised rule: ``PrincipalAxis(f)``."""
+    """The advised rule: ``PrincipalAxis(f)``, over the whole model with ``lengthens=True``."""
 
     name: ClassVar[str] = "robust"
 
@@ -361,6 +381,11 @@ class Robust(RowRule, RuleWithF):
     def rule(self) -> RowRule:
         """What it stands for."""
         return PrincipalAxis(self.f)
+
+    @property
+    def over_model(self) -> RowRule:
+        """What it stands for where rows are those of a whole model: ``scope="model"``."""
+        return PrincipalAxis(self.f, lengthens=True)
 
 
 # Every rule that sees rows, by its name in text. A new one is added here; its law to mixing.py.

@@ -103,8 +103,8 @@ def _parse_option(rule: str, key: str, text: str) -> bool | float | str:
         except ValueError:
             kind = "a number" if key == "norm" else "a whole number"
             raise ArgumentError(f"rule {rule!r}: {key}={text!r} must be {kind}") from None
-    if key == "reproducible":
+    if key in ("reproducible", "lengthens"):
         if text.lower() not in ("true", "false"):
-            raise ArgumentError(f"rule {rule!r}: reproducible={text!r} must be true or false")
+            raise ArgumentError(f"rule {rule!r}: {key}={text!r} must be true or false")
         return text.lower() == "true"
     return text

@@ -112,6 +112,11 @@ class Rule:
         return False
 
     @property
+    def over_model(self) -> Rule:
+        """What it stands for where rows are those of a whole model: ``scope="model"``."""
+        return self
+
+    @property
     def min_rows(self) -> int:
         """Fewest rows, present and with weight > 0, that the rule can aggregate: 2f + 1."""
         return 2 * self.f + 1

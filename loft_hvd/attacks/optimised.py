@@ -32,9 +32,11 @@ def aggregate_in_shards(rows: Tensor, rule: Rule, *, shards: int) -> Tensor:
         shards: ranks, >= 1; 1 for the whole rows at once.
 
     Returns:
-        [numel], the bits of ``aggregate`` on each slice.
+        [numel], the bits of ``aggregate`` on each slice; of the rule's ``over_model`` on one.
     """
     numel = rows.shape[1]
+    if shards == 1:
+        rule = rule.over_model
     if isinstance(rule, Custom):
         slices = rows.split(shard_numel(numel, shards) if shards > 1 else max(numel, 1), dim=1)
         return torch.cat([aggregate(part, rule) for part in slices])

@@ -401,6 +401,7 @@ class _Aggregator:
 
     def _judge_in(self, shards: int) -> None:
         self.shards = shards
+        self._applied = self._inner.over_model if shards == 1 else self._inner
         self._attack = make_attack(self._attack_name, self._rule, shards)
 
     def _aggregate_by_rank(self, rows: Tensor) -> Tensor:
@@ -412,8 +413,8 @@ class _Aggregator:
                 torch.manual_seed(self._draw)
                 aggregate(by_rank, self._inner, out=out)
         else:  # straight to the kernels: reading arguments again made runs twice as long
-            self._inner.check(len(rows))
-            aggregate_rows(by_rank, self._inner, weights=None, out=out)
+            self._applied.check(len(rows))
+            aggregate_rows(by_rank, self._applied, weights=None, out=out)
         return out
 
     def aggregate(self, rows: Tensor, *, gradients: Tensor) -> Tensor:

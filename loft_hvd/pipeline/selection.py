@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -230,7 +231,9 @@ class Selection:
             self._check(self.told)
             is_exact = all(part.precision == torch.float64 for part in self.parts)
             precision = torch.float64 if is_exact else torch.float32
-            self._decided = decide_by(self.rule, total(self.told), weights, precision=precision)
+            told = total(self.told)
+            decided = decide_by(self.rule.over_model, told, weights, precision=precision)
+            self._decided = replace(decided, rule=self.rule)
         return self._decided
 
     def _check(self, tables: Floats) -> None:

@@ -196,7 +196,7 @@ def test_the_whole_model_decides_at_the_end_of_the_backward_pass() -> None:
 
     found = run_ranks(4, work)
     wanted = loft.aggregate(
-        torch.stack([torch.cat(gradients_of(rank, 0)) for rank in range(4)]), rule
+        torch.stack([torch.cat(gradients_of(rank, 0)) for rank in range(4)]), rule.over_model
     ).split([4 * sum(each) for each in LENGTHS])
     for at, part in enumerate(wanted):
         got = torch.cat([results[at] for results in found])

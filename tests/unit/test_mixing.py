@@ -116,6 +116,16 @@ def principal_axis(rows: Rows, f: int, weights: Any = None) -> Rows:
     return mean
 
 
+def lengthened(rows: Rows, f: int) -> Rows:
+    lengths = np.sort(np.linalg.norm(rows, axis=1))
+    whole, shrunk = (
+        np.minimum(lengths, lengths[at]).mean()
+        for at in (len(rows) - f - 1, (len(rows) - 1) // 2 if f else -1)
+    )
+    result: Rows = principal_axis(rows, f) * float(whole / shrunk) ** 0.75
+    return result
+
+
 def bucketed(rows: Rows, size: int) -> Rows:
     return np.array([rows[at : at + size].mean(axis=0) for at in range(0, len(rows), size)])
 
@@ -126,6 +136,7 @@ CASES: list[tuple[str, Callable[[Rows, int], Rows]]] = [
     ("arc+nnm+trimmed_mean:f={f}", lambda rows, f: trimmed(nnm(arc(rows, f), f), f)),
     ("principal_axis:f={f}", principal_axis),
     ("robust:f={f}", principal_axis),
+    ("principal_axis:f={f},lengthens=true", lengthened),
     ("nnm+principal_axis:f={f}", lambda rows, f: principal_axis(nnm(rows, f), f)),
     ("nnm+arc+trimmed_mean:f={f}", lambda rows, f: trimmed(arc(nnm(rows, f), f), f)),
     ("clip:norm=2.0+nnm+multi_krum:f={f}", lambda rows, f: multi_krum(nnm(short(rows), f), f)),

@@ -23,6 +23,7 @@ RULES = [
     loft.CentredClipping(1),
     loft.CAF(2),
     loft.PrincipalAxis(2),
+    loft.PrincipalAxis(1, lengthens=True),
     loft.ARC(loft.CAF(1)),
     loft.Bulyan(1),
     loft.MinimumDiameter(3),

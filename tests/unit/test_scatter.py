@@ -68,7 +68,7 @@ def test_tables_of_all_buckets_decide_with_scope_model() -> None:
     for step in range(3):
         ats = (0, 1, 2) if step != 1 else (0, 2)
         rows = torch.stack([torch.cat([row(step, at, r) for at in ats]) for r in range(4)])
-        wanted = loft.aggregate(rows, rule, weights=WEIGHTS.weights)
+        wanted = loft.aggregate(rows, rule.over_model, weights=WEIGHTS.weights)
         for at, part in zip(ats, wanted.split([NUMELS[at] for at in ats]), strict=True):
             got = torch.cat([found[rank][step][at] for rank in range(4)])
             torch.testing.assert_close(got, part, rtol=1e-6, atol=1e-6)

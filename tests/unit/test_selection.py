@@ -77,7 +77,7 @@ def test_the_whole_model_is_the_rule_on_whole_gradients(text: str, world_size: i
     results = run_ranks(world_size, work)
     for seed in range(num_steps):
         whole = torch.stack([flat(row_of(rank, seed)) for rank in range(world_size)])
-        expected = whole[0] if world_size == 1 else loft.aggregate(whole, rule)
+        expected = whole[0] if world_size == 1 else loft.aggregate(whole, rule.over_model)
         for reduced in results:
             torch.testing.assert_close(reduced[seed], expected, rtol=1e-6, atol=1e-6)
             assert torch.equal(reduced[seed], results[0][seed])
@@ -163,7 +163,7 @@ def test_absent_ranks_are_not_read_and_weights_are_those_of_training(
     capped = [min(len(present) * sizes[rank], 2 * sum(sizes)) for rank in present]
     weights = None if rule.counts_weight else capped
     whole = torch.stack([flat(row_of(rank)) for rank in present])
-    expected = loft.aggregate(whole, rule, weights=weights)
+    expected = loft.aggregate(whole, rule.over_model, weights=weights)
     for reduced in run_ranks(5, work):
         torch.testing.assert_close(reduced, expected, rtol=1e-6, atol=1e-6)
 
@@ -186,7 +186,7 @@ def test_each_rule_judges_its_own_parameters() -> None:
     for reduced in run_ranks(5, work):
         for at, rule in enumerate(rules):
             whole = torch.stack([flat(row_of(rank)[at::2]) for rank in range(5)])
-            expected = loft.aggregate(whole, rule)
+            expected = loft.aggregate(whole, rule.over_model)
             torch.testing.assert_close(flat(reduced[at::2]), expected, rtol=1e-6, atol=1e-6)
 
 

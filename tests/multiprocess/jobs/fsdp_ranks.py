@@ -220,7 +220,7 @@ def defined(
     weights = None if rule.counts_weight else capped_weights(sizes)
     if is_model:
         whole_rows = torch.stack([torch.cat([p.reshape(-1) for p in row]) for row in rows])
-        found = loft.aggregate(whole_rows, rule, weights=weights).split(
+        found = loft.aggregate(whole_rows, rule.over_model, weights=weights).split(
             [p.numel() for p in rows[0]]
         )
         return [

@@ -148,7 +148,8 @@ def auto(world_size: int) -> None:
             rows.append(flat_grad(twin))
         got = flat_grad(model)
         check_bits(got)
-        is_whole.append(torch.allclose(got, loft.aggregate(torch.stack(rows), rule), atol=1e-6))
+        due = loft.aggregate(torch.stack(rows), rule.over_model)
+        is_whole.append(torch.allclose(got, due, atol=1e-6))
     assert all(is_whole[:50]), is_whole
     # From then on by shards, which now and then all choose as the whole model does.
     assert not is_whole[50], is_whole
