@@ -160,8 +160,8 @@ class RankTimes:
     fetch_s: Amount  # to read and prepare a batch, where that happens, by all loader processes
     stall_s: Amount  # of it that the script waited for; the rest ran beside the computing
     compute_s: Amount  # from the batch's arrival to its last gradient, without ``queued_s``
-    # The CPU was another's; measured where a node has more ranks than CPUs. Where sizes do not
-    # follow times, also the longest queue of Gloo's threads, as far as the rank waited.
+    # The CPU was another's; measured where a node has more ranks than CPUs. In a script that is
+    # only watched, also the longest queue of Gloo's threads, as far as the rank waited.
     queued_s: Amount
     wait_s: Amount  # for the other ranks and the wire
     other_s: Amount  # everything else, the optimizer and the script's own code

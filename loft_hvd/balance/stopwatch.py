@@ -565,12 +565,14 @@ class StepTimer:
         Args:
             carriers_queued_s: seconds of a batch that threads which carry its exchange were ready
                 to run while others held their CPU. Every rank may wait for them: on this one,
-                too, that looks like waiting for others. At most what it waited counts.
+                too, that looks like waiting for others. At most what it waited counts, and only in
+                a script that is watched: other exchanges have other threads.
         """
         self._add_known()
         summed, self._summed = self._summed, None
         sums = self._sums.take() if summed is None else summed
-        own_s = min(carriers_queued_s * sums[SUM["steps"]], max(sums[SUM["wait_s"]], 0.0))
+        queued_s = carriers_queued_s * sums[SUM["steps"]] if self._is_watched else 0.0
+        own_s = min(queued_s, max(sums[SUM["wait_s"]], 0.0))
         sums[SUM["wait_s"]] -= own_s
         sums[[SUM["queued_s"], SUM["typical_queued_s"]]] += own_s
         return sums

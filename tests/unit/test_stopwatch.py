@@ -141,10 +141,18 @@ def test_what_the_threads_of_the_exchange_queue_for_is_no_wait_for_others(
     timer = StepTimer(clock)
     one_step(timer, clock)
     one_step(timer, clock)
+    timer.own_batch_arrived(samples=1, stall_s=0.0, is_first=False)  # a script that is watched
     [rank] = read_times(timer.take(carriers_queued_s=queued_s)[None])
     assert (rank.queued_s, rank.typical_queued_s) == pytest.approx((own_s / 2, own_s / 2))
     assert rank.wait_s == pytest.approx(3.0 - own_s / 2)
     assert rank.wall_s == pytest.approx(12.0)
+
+
+def test_threads_of_other_exchanges_are_not_looked_at(clock: Clock) -> None:
+    timer = StepTimer(clock)
+    one_step(timer, clock)
+    [rank] = read_times(timer.take(carriers_queued_s=1.25)[None])
+    assert (rank.queued_s, rank.wait_s) == (0.0, 3.0)
 
 
 def test_fetching_beside_the_computing_stalls_nobody(clock: Clock) -> None:
