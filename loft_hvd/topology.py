@@ -19,14 +19,12 @@ __all__ = [
     "cpu_name",
     "first_cpu",
     "run_queue_s",
-    "thread_name",
-    "thread_times",
     "vector_levels",
 ]
 
 _SCHEDSTAT = "/proc/thread-self/schedstat"  # cpu ns, ns runnable but not running, slices
 _TASKS = Path("/proc/self/task")  # a folder for each thread
-_CARRIERS = ("gloo_tcp_loop", "pt_gloo_runloop")
+_CARRIERS = ("gloo_tcp_loop", "pt_gloo_runloop")  # Gloo's threads, as torch 2.13 names them
 _COMPUTES = 0.25  # of the main thread's CPU time: a thread that has so much computes with it
 _STAT = Path("/proc/stat")  # first line: cpu user nice system idle iowait irq softirq steal ...
 _MEMINFO = Path("/proc/meminfo")  # first lines: MemTotal, MemFree, MemAvailable

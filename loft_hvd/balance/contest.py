@@ -144,19 +144,15 @@ class Contest:
         used = np.where(tells[:, None], gain, of_level)
         states = self.states + used * (miss / variance)[..., None]
         both = used[..., :, None] * gain[..., None, :]
-        told = both + np.swapaxes(both, -1, -2) - used[..., :, None] * used[..., None, :]
+        twice = used[..., :, None] * used[..., None, :]
+        told = both + np.swapaxes(both, -1, -2) - twice
         covariance = self.covariance - told / variance[..., None, None]
         # Terms have grown by this factor, and with them what is not known of them; but for what is
         # left of this row's own error. When they shrink, it stays: none is known too well.
         growth = np.where(tells, 1.0, np.clip(1.0 + share * miss / variance, 1.0, _MOST_GROWTH))
-        scale = np.append(
-            np.repeat(growth[..., None], states.shape[-1] - 1, axis=-1),
-            np.ones_like(growth)[..., None],
-            axis=-1,
-        )
-        own = (
-            used[..., :, None] * used[..., None, :] * (noise / np.square(variance))[..., None, None]
-        )
+        scale = np.ones_like(states)  # a pace stays what it is
+        scale[..., :-1] = growth[..., None]
+        own = twice * (noise / np.square(variance))[..., None, None]
         covariance = scale[..., :, None] * scale[..., None, :] * (covariance - own) + own
         states = _keep_positive(states, covariance)
         states, covariance, weights = _deal_out(states, covariance, merits, shown)
