@@ -115,7 +115,7 @@ class Traffic:
     """What a step's exchange of gradients sends, and how long it takes."""
 
     way: str  # in plain words
-    host_bytes: tuple[float, ...]  # values' bytes that leave each host of the layout
+    host_bytes: tuple[float, ...]  # that leave each host of the layout, in full frames
     seconds: float
     exposed_s: float  # of them, those that no backward pass hides; and the job's ``rest_s``
     link: str  # the busiest: a host's name, "rack" and its name, or "" where none is used
@@ -149,7 +149,10 @@ def exchange(fleet: Fleet, job: Job, layout: Layout) -> Traffic:
         wire *= COMPACT[job.compression]
 
     def leaving(domain: _Domain) -> float:
-        """Return the bytes that leave a domain in a step."""
+        """Return the bytes of the frames that leave a domain in a step."""
+        return FRAMES * values_leaving(domain)
+
+    def values_leaving(domain: _Domain) -> float:
         inside = domain.groups if is_over_nodes else domain.ranks
         if inside == senders:
             return 0.0
@@ -165,7 +168,7 @@ def exchange(fleet: Fleet, job: Job, layout: Layout) -> Traffic:
         _Domain(f"rack {name}", fleet.rack_link(name), sum(counts), len(counts))
         for name, counts in _by_rack(layout).items()
     ]
-    times = [FRAMES * leaving(each) / each.bytes_per_s for each in (*domains, *racks)]
+    times = [leaving(each) / each.bytes_per_s for each in (*domains, *racks)]
     busiest = int(np.argmax(times))
     rounds = 2 if has_mesh else 2 * (senders - 1) * math.ceil(job.model_bytes / Config.bucket_bytes)
     if is_over_nodes:

@@ -32,12 +32,13 @@ def sent(job: Job, parts: list[HostRanks], over: str = "ranks", **traits: Any) -
     return exchange(fleet, job, Layout.of(parts, over=over))
 
 
-# Bytes out of a host, and seconds: 40 MB of values, links of 1 GB/s, worked out by hand.
+# Bytes out of a host, and seconds: 40 MB of values, links of 1 GB/s, worked out by hand; frames
+# carry 1448 bytes of values in 1514.
 
 
 def test_engines_ring_sends_twice_all_but_one_nth() -> None:
     found = sent(JOB, hosts(2, 2))
-    assert found.host_bytes == pytest.approx([60e6, 60e6], rel=1e-9)  # 2 * 3/4 * 40 MB
+    assert found.host_bytes == pytest.approx([60e6 * FRAMES] * 2, rel=1e-9)  # 2 * 3/4 * 40 MB
     assert found.seconds == pytest.approx(0.060 * FRAMES, rel=1e-9)
     assert (found.way, found.link) == ("engine's ring", "h0")
 
@@ -45,26 +46,26 @@ def test_engines_ring_sends_twice_all_but_one_nth() -> None:
 def test_a_rule_on_the_mesh_sends_rows_and_results_to_each_rank() -> None:
     found = sent(RULE, hosts(3, 1))
     # Host 0: 3 senders, 1 receiver of a quarter: 30 MB of rows, and as much of results.
-    assert found.host_bytes == pytest.approx([60e6, 60e6], rel=1e-9)
+    assert found.host_bytes == pytest.approx([60e6 * FRAMES] * 2, rel=1e-9)
     found = sent(RULE, hosts(4, 4))
-    assert found.host_bytes == pytest.approx([160e6, 160e6], rel=1e-9)  # 2 * 4 * 4/8 * 40 MB
+    assert found.host_bytes == pytest.approx([160e6 * FRAMES] * 2, rel=1e-9)  # 2 * 4 * 4/8 * 40 MB
     assert found.way == "shard owners, on the mesh"
 
 
 @pytest.mark.parametrize("change", [{"engine": "mpi"}, {"elastic": True}])
 def test_without_a_mesh_results_travel_on_the_engines_ring(change: dict[str, Any]) -> None:
     found = sent(replace(RULE, **change), hosts(4, 4))
-    assert found.host_bytes == pytest.approx([(2.0 + 7 / 8) * 40e6] * 2, rel=1e-9)
+    assert found.host_bytes == pytest.approx([(2.0 + 7 / 8) * 40e6 * FRAMES] * 2, rel=1e-9)
 
 
 def test_a_gpus_values_take_no_mesh() -> None:
     found = sent(replace(RULE, models={"A100": DeviceModel(1e-3)}), hosts(4, 4, device="A100"))
-    assert found.host_bytes == pytest.approx([(2.0 + 7 / 8) * 40e6] * 2, rel=1e-9)
+    assert found.host_bytes == pytest.approx([(2.0 + 7 / 8) * 40e6 * FRAMES] * 2, rel=1e-9)
 
 
 def test_two_levels_send_a_row_a_host() -> None:
     found = sent(RULE, hosts(4, 4, 4), over="nodes")
-    assert found.host_bytes == pytest.approx([2 * 2 / 3 * 40e6] * 3, rel=1e-9)
+    assert found.host_bytes == pytest.approx([2 * 2 / 3 * 40e6 * FRAMES] * 3, rel=1e-9)
     assert found.way == "two levels, on the mesh"
     inside = sent(RULE, hosts(4, 4, 4, internal_bytes_per_s=2e9), over="nodes")
     # Inside a host first and last: 2 * 3/4 * 40 MB of each rank, at 2 GB/s.
@@ -86,7 +87,7 @@ def test_floats_travel_compact_on_slow_links(compression: str, width: int, short
     job = replace(RULE, compression=compression)
     fast = sent(job, hosts(1, 1, 1, 1, rate=150.001e6))
     slow = sent(job, hosts(1, 1, 1, 1, rate=149.999e6))
-    plain = 2 * 3 / 4 * 10e6 * width
+    plain = 2 * 3 / 4 * 10e6 * width * FRAMES
     assert fast.host_bytes == pytest.approx([plain] * 4, rel=1e-9)
     assert slow.host_bytes == pytest.approx([plain * shorter] * 4, rel=1e-9)
     assert (fast.is_compact, slow.is_compact) == (False, True)
@@ -108,12 +109,12 @@ def test_tables_of_the_whole_model_and_of_audits_come_on_top() -> None:
     job = replace(RULE, rule="robust:f=1")
     plain = sent(job, hosts(2, 2))
     model = sent(replace(job, scope="model", hidden_share=1.0), hosts(2, 2))
-    assert model.host_bytes[0] - plain.host_bytes[0] == pytest.approx(4 * 4 * 5 * 2 * 2)
+    assert model.host_bytes[0] - plain.host_bytes[0] == pytest.approx(4 * 4 * 5 * 2 * 2 * FRAMES)
     # Half of the bytes go after the last bucket, where nothing hides them.
     assert model.exposed_s == pytest.approx(0.5 * model.seconds, rel=1e-9)
     audited = sent(replace(job, audit=0.5), hosts(2, 2))
     rows = plain.host_bytes[0] * 0.5 / (32 * 4)
-    tables = 0.5 * 64 * 4 * 5 * 2 * 2 * 2  # of two buckets
+    tables = 0.5 * 64 * 4 * 5 * 2 * 2 * 2 * FRAMES  # of two buckets
     assert audited.host_bytes[0] - plain.host_bytes[0] == pytest.approx(rows + tables, rel=1e-9)
 
 
