@@ -147,7 +147,7 @@ def test_a_change_compiles_again_what_depends_on_it_only(tmp_path: Path) -> None
         shutil.copytree(ROOT / name, source / name)
     shutil.copy(ROOT / "CMakeLists.txt", source)
     configure(folder, "-DLOFT_CUDA=0", source=source)
-    targets = ("loft_core", "loft_baseline_table", "loft_networks")
+    targets = ("loft_core", "loft_baseline_table", "loft_baseline_rows", "loft_networks")
     build(folder, *targets)
 
     def compiled_after_touching(name: str) -> set[str]:
