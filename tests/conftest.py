@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,6 +15,11 @@ from hypothesis import settings
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", max_examples=2000, deadline=None)
 settings.load_profile("fixed")
+
+# Processes that tests start take the imports of torch without collections of garbage.
+_IMPORTS = str(Path(__file__).parent / "support" / "imports")
+_PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys([_IMPORTS, *_PATHS])))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
