@@ -9,7 +9,7 @@ endif()
 add_library(loft_datagram OBJECT csrc/datagram/endpoint.cpp csrc/datagram/port.cpp)
 target_link_libraries(loft_datagram PUBLIC loft_options OpenSSL::Crypto Threads::Threads)
 pybind11_add_module(_loft_datagram MODULE csrc/datagram/bind_datagram.cpp)
-target_compile_options(_loft_datagram PRIVATE -O1)
+target_compile_options(_loft_datagram PRIVATE ${light_flags})
 target_link_libraries(_loft_datagram PRIVATE loft_datagram loft_options)
 # As those of checks.cmake.
 foreach(check IN ITEMS datagram port)

@@ -13,8 +13,9 @@ other. So a step sends::
     rule over ranks or groups, no mesh      (k (n - k) / n + (n - 1) / n) * v
     all ranks on one host                   0
 
-Groups are the hosts of ``over="nodes"``: a host is one sender of ``n`` hosts. The busiest link,
-bytes over rate, tells how long it takes, and each round of messages adds the latency.
+times ``FRAMES``, for headers. Groups are the hosts of ``over="nodes"``: a host is one sender of
+``n`` hosts. The busiest link, bytes over rate, tells how long it takes, and each round of messages
+adds the latency.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Traffic:
     """What a step's exchange of gradients sends, and how long it takes."""
 
     way: str  # in plain words
-    host_bytes: tuple[float, ...]  # that leave each host of the layout, in full frames
+    host_bytes: tuple[float, ...]  # that leave each host of the layout, headers included
     seconds: float
     exposed_s: float  # of them, those that no backward pass hides; and the job's ``rest_s``
     link: str  # the busiest: a host's name, "rack" and its name, or "" where none is used

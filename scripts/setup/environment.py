@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from scripts.setup.machine import NEWEST, OLDEST, Python, check_disk
@@ -43,7 +42,8 @@ PIN_FILES = (*DEMO_FILES, "dev.txt")
 # pip compiles every file that it installs, 20,000 of them here; Python compiles those that are
 # imported, once. Left to Python it takes a third of pip's time.
 _PIP_INSTALL = ("install", "--progress-bar", "off", "--no-compile")
-# What the demo's ranks import of others' code: all of them at once would each compile it.
+# What the demo's ranks import of others' code: all of them at once would each compile it. In
+# .venv alone: a user's own environment has been imported from before.
 _FIRST_IMPORTS = "import torch._dynamo, sklearn.datasets, matplotlib.pyplot, rich.table"
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)"
@@ -256,10 +256,10 @@ def install_pins(
         words = [word for name in files for word in ("-r", str(requirements / name))]
         words += ["-c", str(requirements / "transitive.txt")]
         command = environment.pip(*_PIP_INSTALL, *words)
-        run = partial(runner.run, env=environment.environ(), cwd=requirements.parent)
-        run(command, what="pip install")
-        if set(DEMO_FILES) <= set(files):
-            run([str(environment.python), "-c", _FIRST_IMPORTS], what="a first import of them")
+        runner.run(command, env=environment.environ(), cwd=requirements.parent, what="pip install")
+        if {"torch", "scikit-learn"} & {pin.name for pin in missing}:
+            # Whatever may be wrong with it, the demo says it better.
+            output_of([str(environment.python), "-c", _FIRST_IMPORTS], timeout_s=300.0)
         write_stamp(stamp, key)
     return ask(environment)
 
