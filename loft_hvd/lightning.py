@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from loft_hvd.aggregation.rules import Rule
@@ -213,8 +212,6 @@ class LoftCallback:
         """Make the balancer: the process group is there, data and model are not asked for yet."""
         self._trainer = trainer
         if self._balancer is None:
-            if trainer.strategy.root_device.type == "cuda":  # where the model goes next
-                torch.cuda.init()  # so that first sizes follow the memory that is free
             self._balancer = self._make_balancer()
         if self._balancer.min_batch == 0:
             raise ArgumentError(

@@ -495,8 +495,7 @@ def _lightning(folder: Path) -> Case:
         lambda: loft.Balancer(64, "report", transport=transport),
         lambda balancer, **_: loft.ddp_hook(balancer=balancer),
     )
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    callback.setup(SimpleNamespace(world_size=1, strategy=strategy), None, "fit")
+    callback.setup(SimpleNamespace(world_size=1), None, "fit")
     state = json.loads(json.dumps(callback.state_dict()))
 
     def case(rng: random.Random) -> None:

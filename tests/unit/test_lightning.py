@@ -7,7 +7,6 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,24 +50,6 @@ def test_the_hook_gets_what_the_callback_was_given(
     # None for what suits the rule, as with the hook itself.
     wanted = {"scope": None, "worker_momentum": None, "timeout_s": None, **given}
     assert {name: got[name] for name in wanted} == wanted
-
-
-@lightning_only
-@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
-def test_a_gpu_tells_its_memory_before_the_balancer_is_made(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("torch.cuda.init", lambda: told.append("init"))
-
-    def make_balancer() -> loft.Balancer:
-        told.append("balancer")
-        return loft.Balancer(8, policy="report")
-
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    callback = loft.lightning_callback(make_balancer)
-    callback.setup(SimpleNamespace(world_size=1, strategy=strategy), None, "fit")
-    assert told == ["init", "balancer"][device == "cpu" :]
 
 
 @lightning_only
