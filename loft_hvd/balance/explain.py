@@ -34,6 +34,9 @@ __all__ = [
 # difference is 3 % of a step (less is not worth words),
 # and when it is three of its standard errors: chance makes one in 700.
 _SLOW_RATIO, _SLOW_SHARE, _SLOW_ERRORS = 1.10, 0.03, 3.0
+# Where ranks queue for cores, which of them meets a warm cache or an idle twin of its core stays so
+# for many steps: equal ranks then differ by a tenth of what they queue, and no error tells it.
+_SLOW_QUEUED = 0.25
 # What is beside a rank's own work (its queue for a core, and the script between steps) makes it
 # slow when it is a tenth of a step above that of each other rank, twice as long, and the others
 # wait for most of that: where waits are not known, they are in it.
@@ -65,7 +68,8 @@ def _differs(one: RankTimes, others: Sequence[RankTimes], *, step_s: float) -> f
     error_s = math.hypot(one.busy_error_s, statistics.median(each.busy_error_s for each in others))
     difference = one.busy_s - usual_s
     ratio_s = (_SLOW_RATIO - 1.0) * min(usual_s, one.busy_s)
-    least = max(ratio_s, _SLOW_SHARE * step_s, _SLOW_ERRORS * error_s)
+    queued_s = statistics.median_low(each.queued_s for each in (one, *others))
+    least = max(ratio_s, _SLOW_SHARE * step_s, _SLOW_ERRORS * error_s, _SLOW_QUEUED * queued_s)
     return difference if abs(difference) > least else 0.0
 
 

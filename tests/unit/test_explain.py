@@ -75,6 +75,24 @@ def test_a_difference_within_the_ranks_own_variation_is_not_slow() -> None:
     assert find_slow(read_times(np.array([*steady, shaky]))) == ()
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_equal_ranks_differ_by_a_tenth_of_what_they_queue(num_ranks: int) -> None:
+    # As four ranks on two cores did, 32 % of whose steps was their queue.
+    busy_ms = [4.3] * (num_ranks - 1)
+
+    def queueing(own_ms: float, queued_ms: float) -> list[RankTimes]:
+        line = times([0.0] * num_ranks, [*busy_ms, own_ms])
+        return [replace(each, wall_s=0.048, queued_s=queued_ms / 1e3) for each in line]
+
+    assert find_slow(queueing(5.8, 15.3)) == ()
+    assert [each.rank for each in find_slow(queueing(8.5, 15.3))] == [num_ranks - 1]
+    assert [each.rank for each in find_slow(queueing(5.8, 1.0))] == [num_ranks - 1]
+    # Its own queue alone excuses nobody.
+    (*others, slow) = queueing(5.8, 1.0)
+    (found,) = find_slow([*others, replace(slow, queued_s=0.0153)])
+    assert found.rank == num_ranks - 1
+
+
 def test_overlap_is_the_hidden_share_of_the_shorter_part() -> None:
     half = row(steps=1, samples=8, fetch_s=4, stall_s=3, compute_s=2)
     serial = row(steps=1, samples=8, fetch_s=4, stall_s=4, compute_s=2)
