@@ -20,7 +20,8 @@ constexpr uint64_t kMostStashed = 32 << 20, kStashedBytes = 256;  // and of each
 // kernel takes (GSO: 64 KiB).
 constexpr Nanos kTurn = 200 * kMicro;
 constexpr Nanos kShortestRest = 50 * kMicro, kLongestRest = kMilli;
-constexpr int kRests = 64;  // of a round trip
+constexpr int kRests = 64;          // of a round trip,
+constexpr double kRestPackets = 8;  // or what so many packets take, where that is longer
 constexpr double kTurnBytes = 32 * kPacketBytes;
 constexpr uint32_t kSmallBlocks = 4;
 constexpr Nanos kShortLink = 5 * kMilli, kShortSlack = 30 * kMilli, kLongSlack = 100 * kMilli;
@@ -284,6 +285,8 @@ bool Endpoint::received(Nanos now, int peer, const Header& header, const unsigne
     }
   }
   way.link.received(now, header.number, true);
+  // A sender that has sent all may be waiting for nothing but this.
+  if (header.kind == Kind::kEnd) way.link.hurry();
   return true;
 }
 
@@ -555,7 +558,10 @@ Nanos Endpoint::rest() const {
   for (int peer = 0; peer < num_ranks_; ++peer) {
     if (peer != rank_) trip = std::min(trip, ways_[peer].link.rate.shortest_trip());
   }
-  return trip / kRests < kShortestRest ? 0 : trip / kRests;
+  const double pace = all_.pace();
+  const double turn = pace > 0 ? kRestPackets * kPacketBytes * kSecond / pace : 0;
+  const double rest = std::max(static_cast<double>(trip / kRests), turn);
+  return rest < kShortestRest ? 0 : std::min(static_cast<Nanos>(rest), kLongestRest);
 }
 
 bool Endpoint::has_to_send(int peer) const {

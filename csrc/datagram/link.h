@@ -177,11 +177,13 @@ class Link {
     if (num_unacknowledged_++ == 0) oldest_unacknowledged_at_ = now;
   }
 
+  // Has the acknowledgement that is due sent at once.
+  void hurry() { num_unacknowledged_ = kAckEvery; }
+
   Nanos ack_at() const {
     if (num_unacknowledged_ == 0) return kNever;
     if (num_unacknowledged_ >= kAckEvery) return 0;
-    const Nanos trip = rate.shortest_trip();
-    const Nanos wait = trip > 0 && trip / 8 < kAckDelay ? trip / 8 : kAckDelay;
+    const Nanos wait = std::clamp(rate.shortest_trip() / 8, kAckDelay, kLongestAckDelay);
     return oldest_unacknowledged_at_ + wait;
   }
 
@@ -209,8 +211,9 @@ class Link {
   static constexpr int kWindow = 1024;  // packets that may come after later ones
   static constexpr int kAckEvery = 8;   // packets
   static constexpr int kProbePackets = 2, kPings = 2;
-  static constexpr Nanos kAckDelay = kMilli, kScheduler = 5 * kMilli, kFirstTrip = 50 * kMilli,
-                         kMostPatience = kSecond / 4, kRemembered = 2 * kSecond;
+  static constexpr Nanos kAckDelay = kMilli, kLongestAckDelay = 4 * kMilli, kScheduler = 5 * kMilli,
+                         kFirstTrip = 50 * kMilli, kMostPatience = kSecond / 4,
+                         kRemembered = 2 * kSecond;
   static constexpr uint64_t kMostRemembered = 16384;  // packets
 
   static bool has_come(const Ack& ack, uint64_t number) {

@@ -13,7 +13,9 @@
 //   and single ones have none of their own (Phase::kFree) until a queue builds on them alone.
 // - A higher rate counts only of packets that have met no queue. In an exchange of all ranks
 //   acknowledgements wait behind other ranks' values, and then come at once: rates seem higher than
-//   they are, all send too much, and queues overflow. A queue that stays brings the rate down.
+//   they are, all send too much, and queues overflow. A queue that stays brings the rate down, and
+//   is drained while the link goes on: acknowledgements come late by turns of two threads, so what
+//   is under way says little of what is queued.
 // - A thread sends, which may wait for a core: rates are remembered for a second, and rounds are at
 //   least a millisecond.
 #pragma once
@@ -60,6 +62,7 @@ class Rate {
     delivered_at_ = now;
     first_sent_at_ = sent_at;
     round_acked_ += bytes;
+    newest_queue_ = queue;
     round_queue_ = std::min(round_queue_, queue);
     if (mark.delivered >= round_ends_ && now - round_began_at_ >= kShortest) {
       begin_round(now, mark.is_app_limited);
@@ -120,7 +123,9 @@ class Rate {
 
   // Called now and then: moves from one gain to the next.
   void turn(Nanos now, int64_t in_flight) {
-    if (phase_ == Phase::kDrain && in_flight <= product(1.0, bytes_per_s())) {
+    const bool is_drained =
+        (is_gentle_ && newest_queue_ < kQueue / 2) || in_flight <= product(1.0, bytes_per_s());
+    if (phase_ == Phase::kDrain && is_drained) {
       phase_ = Phase::kProbe;
       turn_ = 2;
       turned_at_ = now;
@@ -163,7 +168,7 @@ class Rate {
   }
 
  private:
-  static constexpr double kStartGain = 2.885, kWindow = 2.0;
+  static constexpr double kStartGain = 2.885, kWindow = 2.0, kGentle = 0.75;
   // Acknowledgements come for several packets, and a millisecond or a scheduler's turn late.
   static constexpr Nanos kShortestWindow = 2 * kMilli, kQueue = 2 * kMilli, kRecent = 5 * kMilli;
   static constexpr Nanos kShortWay = 5 * kMilli;
@@ -189,7 +194,7 @@ class Rate {
 
   double gain() const {
     if (phase_ == Phase::kStart) return kStartGain;
-    if (phase_ == Phase::kDrain) return 1 / kStartGain;
+    if (phase_ == Phase::kDrain) return is_gentle_ ? kGentle : 1 / kStartGain;
     return turn_ == 0 ? 1.25 : turn_ == 1 ? 0.75 : 1.0;
   }
 
@@ -232,10 +237,11 @@ class Rate {
       best_.clear();
       note(now, std::max(measured, least));
       phase_ = Phase::kDrain;
+      is_gentle_ = !loses;
     } else if (phase_ == Phase::kStart && !is_app_limited) {
       num_same_ = bytes_per_s() >= 1.25 * full_ ? 0 : num_same_ + 1;
       if (num_same_ == 0) full_ = bytes_per_s();
-      if (num_same_ >= 3 || is_full) phase_ = Phase::kDrain;
+      if (num_same_ >= 3 || is_full) phase_ = Phase::kDrain;  // of what the start has queued
     } else if (phase_ == Phase::kProbe && is_single_ && num_empty_ >= kFreeAfter) {
       phase_ = Phase::kFree;
     }
@@ -253,7 +259,9 @@ class Rate {
   Nanos round_began_at_ = 0, cut_at_ = -1;
   int64_t round_acked_ = 0, round_lost_ = 0;  // bytes
   Nanos round_queue_ = INT64_MAX;             // the least of this round
-  int num_full_ = 0, num_empty_ = 0;          // rounds with a queue all the time, and without
+  Nanos newest_queue_ = 0;
+  bool is_gentle_ = false;            // a drain that keeps the link busy
+  int num_full_ = 0, num_empty_ = 0;  // rounds with a queue all the time, and without
   Nanos shortest_trip_ = 0, shortest_at_ = 0, smooth_trip_ = 0, trip_spread_ = 0;
   Nanos least_way_ = 0, least_at_ = 0, recent_way_ = 0, before_way_ = 0, recent_since_ = 0;
   const bool is_single_;

@@ -93,13 +93,20 @@ def same_on_all(found: list[Tensor]) -> Tensor:
 
 
 def trained(
-    train: Any, steps: int, loss: Any, *, num_ranks: int = NUM_RANKS, **options: Any
+    train: Any,
+    steps: int,
+    loss: Any,
+    *,
+    num_ranks: int = NUM_RANKS,
+    timeout_s: float = 60,
+    **options: Any,
 ) -> Tensor:
     def work(end: LocalTransport) -> Tensor:
         given: Tensor = train(end, steps, **options)
         return given
 
-    return same_on_all(run_ranks(num_ranks, work, faults=Faults(seed=1, loss=loss)))
+    faults = Faults(seed=1, loss=loss)
+    return same_on_all(run_ranks(num_ranks, work, faults=faults, timeout_s=timeout_s))
 
 
 BOTH = pytest.mark.parametrize("train", [with_optimizer, with_hook])
@@ -156,7 +163,7 @@ def test_a_thousand_steps_leave_one_model_and_take_no_memory(loss: float, train:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "gradient", watched)
         try:
-            trained(train, steps, loss, rule=loft.TrimmedMean(1))
+            trained(train, steps, loss, rule=loft.TrimmedMean(1), timeout_s=240)
         finally:
             tracemalloc.stop()
     # Of 500 steps 50 bytes each, of all ranks: names, counts and draws are not kept.
