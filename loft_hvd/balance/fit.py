@@ -2,7 +2,8 @@
 
 Each interval adds one row a rank. Two contests foretell what fetching and computing take
 (``contest``). What counts tell at once, counts tell: do local samples run out or make up a share of
-any batch, how much does overlap hide, how do single steps vary?
+any batch, how much does overlap hide, how do single steps vary, and how often does a rank that is
+as fast as now shift to another pace?
 """
 
 from __future__ import annotations
@@ -47,7 +48,16 @@ _MOST_SKEW = 2.0  # beyond it a step has no usual length
 _MOST_GAIN = 0.9  # of a step: no more is promised by what plans before have kept
 _COUNTS_FADE = 0.65  # a row: counts are exact, so three rows will do; measured
 
+# Intervals in which shifts of pace are counted. A rank that was as fast as now, within so much of
+# the logarithm of its level, has shifted where it is off by so much the next time.
+_TRACKED, _NEAR, _SHIFT = 64, 0.2, 0.15
+_UNSEEN = 12  # intervals more in which it stayed: one shift in a short run is an accident
+_MOST_SHIFTS = 0.9  # of intervals that have a shift, of whichever rank
+# Ranks whose shifts count, those that shift most: each takes a forecast of all ranks.
+_MOST_SHIFTING, _MOST_FORECASTS = 16, 1024
+
 _Rows = Annotated[Floats, Shape("world_size", len(COLUMNS))]
+_Track = Annotated[Floats, Shape("world_size", 2)]  # samples, and busy seconds: 0 where not known
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,10 @@ class Fit:
     fetch_spread: tuple[Floats, Floats]
     compute_spread: tuple[Floats, Floats]
     skew: float  # of single steps, of all ranks alike (``typical_longest``)
+
+    # The chance that the next interval finds a rank at another pace, and its times there over those
+    # here: as often, and by as much, as it has shifted so far from where it is now.
+    shifts: tuple[Floats, Floats]
 
     def _shown(self, sizes: npt.ArrayLike) -> tuple[Floats, Floats, Floats, Floats]:
         """Return features of fetch and compute [world_size, k], and what of each part shows.
@@ -117,13 +131,21 @@ class Fit:
         """Return the mean step with ``sizes`` [world_size], less aggregation, and chances.
 
         A step waits for the rank that happens to be longest in it, so its mean is above the
-        longest mean, by more where more ranks are about as long. Who chooses sizes counts
-        ``with_errors``: times are estimates, and their errors are part of what ranks may differ by.
-        The chances, [world_size], are those of each rank to be the longest.
+        longest mean, by more where more ranks are about as long. And a rank may shift to another
+        pace, as it did before: one at a time, as if they never did so together. Who chooses sizes
+        counts ``with_errors``: times are estimates, and their errors are part of what ranks may
+        differ by. The chances, [world_size], are those of each rank to be the longest.
         """
         error = self.stderr(sizes) if with_errors else 0.0
-        deviation = np.hypot(self.deviation(sizes), error)
-        return typical_longest(self.model.times(sizes), deviation, self.skew)
+        times, deviation = self.model.times(sizes), np.hypot(self.deviation(sizes), error)
+        stays_s, first = typical_longest(times, deviation, self.skew)
+        step_s, (chances, factors) = stays_s, self.shifts
+        for rank in np.flatnonzero(chances).tolist():
+            then = np.ones_like(times)
+            then[rank] = factors[rank]
+            shifted_s, _ = typical_longest(times * then, deviation * then, self.skew)
+            step_s += chances[rank] * (shifted_s - stays_s)
+        return step_s, first
 
     def gain(self, now: npt.ArrayLike, then: npt.ArrayLike, *, with_errors: bool = True) -> Gain:
         """Return what a step should take with sizes ``now`` and ``then`` [world_size]."""
@@ -189,6 +211,7 @@ class Past:
     ]
     rows: Annotated[list[_Rows], Shape("num_rows")]
     valid: Annotated[list[RankBools], Shape("num_rows")]  # usable
+    tracks: Annotated[list[_Track], Shape("num_tracks")]  # of the last ``_TRACKED`` intervals
 
     @classmethod
     def of(cls, world_size: int) -> Past:
@@ -196,7 +219,7 @@ class Past:
         fetch, compute = (
             Contest.of(world_size, len(terms)) for terms in (_FETCH_TERMS, _COMPUTE_TERMS)
         )
-        return cls(fetch, compute, [], [])
+        return cls(fetch, compute, [], [], [])
 
 
 class Fitter:
@@ -236,6 +259,8 @@ class Fitter:
         past.compute.observe(features, seconds, errors=errors, valid=valid, start=start)
         past.rows = [*past.rows, rows][-_NUM_ROWS:]
         past.valid = [*past.valid, valid][-_NUM_ROWS:]
+        track = np.stack([rows[:, SIZE], np.where(valid, interval.busy_s, 0.0)], axis=1)
+        past.tracks = [*past.tracks, track][-_TRACKED:]
 
     def _of_a_pass(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
         """Return samples, compute seconds and their error of a pass, [..., world_size] each."""
@@ -254,8 +279,9 @@ class Fitter:
         fetch, compute = past.fetch.foretell(), past.compute.foretell()
         is_poor: Bools = ~np.any(valid, axis=0)
         skew = _skew(rows[..., SKEW], weights)
+        model = self._model(rows, weights, valid, fetch, compute)
         return Fit(
-            model=self._model(rows, weights, valid, fetch, compute),
+            model=model,
             fetch=fetch,
             compute=compute,
             is_poor=is_poor,
@@ -263,6 +289,7 @@ class Fitter:
             fetch_spread=_spread(rows, weights, (FETCH, FETCH_ERROR), skew),
             compute_spread=_spread(rows, weights, (COMPUTE, COMPUTE_ERROR), skew),
             skew=skew,
+            shifts=_shifts(model, np.stack(past.tracks)),
         )
 
     def _model(
@@ -302,6 +329,31 @@ class Fitter:
                 for rank in np.flatnonzero(error * shares[part] > _UNCLEAR):
                     names[rank].append(label)
         return tuple(tuple(of_rank) for of_rank in names)
+
+
+def _shifts(model: StepModel, tracks: Floats) -> tuple[Floats, Floats]:
+    """Return each rank's chance to shift to another pace, and its times then over those now.
+
+    ``tracks`` are [num_tracks, world_size, 2]. What a rank took over what the model says of that
+    batch is its level then. Both are counted over the intervals that found it near today's level.
+    """
+    size, busy_s = tracks[..., 0], tracks[..., 1]
+    due_s = model.times(size)
+    is_known = (busy_s > 0) & (due_s > 0)  # [num_tracks, world_size]
+    level = np.log(np.where(is_known, busy_s, 1.0) / np.where(is_known, due_s, 1.0))
+    change, batches = level[1:] - level[:-1], np.log(np.maximum(size, 1.0))
+    # Where a larger batch was slow, or a smaller one fast, the model may be wrong of the size.
+    moved = batches[1:] - batches[:-1]
+    is_alike = (np.abs(moved) < _NEAR) | (moved * change < 0)
+    was_here = is_known[-1] & (np.abs(level[:-1] - level[-1]) < _NEAR)
+    counts = is_known[1:] & is_known[:-1] & is_alike & was_here
+    shifted = counts & (np.abs(change) > _SHIFT)
+    num_shifts = shifted.sum(axis=0)
+    chance = num_shifts / (counts.sum(axis=0) + _UNSEEN)
+    factor = np.exp((shifted * change).sum(axis=0) / np.maximum(num_shifts, 1))
+    most = min(_MOST_SHIFTING, max(1, _MOST_FORECASTS // len(chance)))
+    chance[np.argsort(-chance, kind="stable")[most:]] = 0.0
+    return chance * min(1.0, _MOST_SHIFTS / max(float(chance.sum()), 1e-9)), factor
 
 
 def _compute_features(size: Floats) -> Floats:

@@ -44,7 +44,8 @@ from loft_hvd.errors import ArgumentError, PlanError
 __all__ = ["DEAD_BAND", "Forecast", "Loft", "LoftState", "Measured"]
 
 DEAD_BAND = 0.01  # of the step: docs/balance.md
-_LEAST_GAIN = 0.003  # of the step: less is nothing to win
+# Of the step: less is nothing to win, nor is what is below so much of its own standard error.
+_LEAST_GAIN, _LEAST_ERRORS = 0.006, 0.4
 # The trust region: a batch is at most so many times the largest proven, and at least the present
 # one over so many, so a wrong forecast cannot cost more.
 _GROWTH, _SHRINKING = 2, 4
@@ -135,6 +136,11 @@ def _is_longer(interval: Interval, rival: Measured) -> bool:
     return interval.step_s - _SIGMAS * error_s > rival.step_s * (1 + _MARGIN)
 
 
+def _counts(gain: Gain) -> bool:
+    """Say whether a gain counts; not one of a model of odd times, that is no number."""
+    return gain.share >= max(_LEAST_GAIN, _LEAST_ERRORS * gain.error)
+
+
 def _why_not(best: Gain, left: Gain, bars: Sequence[str], *, lost: float, dead_band: float) -> str:
     """Say in a sentence why sizes stay.
 
@@ -145,12 +151,17 @@ def _why_not(best: Gain, left: Gain, bars: Sequence[str], *, lost: float, dead_b
         lost: what waiting has cost so far, as a share of an interval.
         dead_band: what it may cost, likewise.
     """
-    if not best.share >= _LEAST_GAIN:  # also where a model of odd times predicts nothing
+    if not best.share >= _LEAST_GAIN:  # also where it is no number
         return "nothing to win: no sizes known would make the step shorter"
+    if not _counts(best):
+        return (
+            f"nothing sure to win: other sizes should save {best.share:.1%} of the step, with a "
+            f"standard error of {best.error:.1%}"
+        )
     others = f"other sizes should save {best.share:.1%} of the step"
     if bars:
         others += f", but are barred ({'; '.join(bars)})"
-        if not left.share >= _LEAST_GAIN:
+        if not _counts(left):
             return f"{others}, and what is left saves nothing"
         others += f"; those left should save {left.share:.1%}"
     waits = max(int(np.ceil((dead_band - lost) / left.share)), 1)
@@ -166,7 +177,8 @@ class Loft(Policy):
 
     Args:
         dead_band: the price of a change, as a share of the step over an interval: a change is made
-            once waiting should have cost as much. 0 takes any gain of 0.3 %.
+            once waiting should have cost as much. 0 takes any gain of 0.6 % that is above 0.4 of
+            its own standard error.
         solver: "grid" (LOFT's adaptive grid search) or "exact" (bisection).
         source: number of the shared source each rank fetches from, -1 for none, [world_size];
             None takes what a loader's ``Placement`` says.
@@ -384,7 +396,7 @@ class Loft(Policy):
         self._found = found, limits
         best, allowed = fit.gain(now, found), self._allowed(found)
         left = fit.gain(now, allowed.sizes) if allowed.bars else best
-        is_gain = left.share >= _LEAST_GAIN
+        is_gain = _counts(left)
         state.lost = min(state.lost + left.share, 1.0) if is_gain else 0.0
         if is_gain and state.lost >= self._dead_band:
             # Errors are reasons to choose with care, but no time that the step takes.

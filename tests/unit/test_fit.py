@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from loft_hvd.balance.fit import Fitter, Past
+from loft_hvd.balance.fit import Fit, Fitter, Past
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, Interval
 from loft_hvd.balance.latency import StepModel
 from loft_hvd.codec import decode, encode
@@ -153,6 +153,55 @@ def test_overlap_is_measured(overlap: float | None) -> None:
     fit = fitter.fit()
     assert fit is not None
     assert fit.model.overlap == pytest.approx(model.overlap, abs=0.03)
+
+
+def paced(paces: list[float], *, ranks: int = 3, of: int = 1) -> Fit:
+    """Fit intervals at one size in which the first ``of`` ranks take ``pace`` times as long."""
+    fitter, model = Fitter(ranks), StepModel.build(ranks, compute_s=1e-3)
+    for pace in paces:
+        factors = np.where(np.arange(ranks) < of, pace, 1.0)
+        feed(fitter, replace(model, compute_s=factors * model.compute_s), [[60] * ranks])
+    fit = fitter.fit()
+    assert fit is not None
+    return fit
+
+
+def test_a_rank_that_shifts_again_and_again_is_expected_to() -> None:
+    chances, factors = paced([1, 1, 1, 2, 2, 1, 1, 2, 1, 1]).shifts
+    # Six intervals were at today's pace before another one, and two of these at the other pace.
+    assert chances == pytest.approx([2 / (6 + 12), 0, 0], abs=1e-9)
+    assert factors[0] == pytest.approx(2, rel=0.05)
+    for steady in ([1] * 10, [1, 1.1] * 5, [1]):
+        assert not paced(steady).shifts[0].any(), steady
+
+
+def test_a_shift_of_pace_at_other_sizes_is_none() -> None:
+    fitter = Fitter(2)
+    model = StepModel.build(2, compute_fixed_s=0.05, compute_s=1e-3)
+    feed(fitter, model, [[60, 60], [20, 100]] * 5)
+    fit = fitter.fit()
+    assert fit is not None
+    assert not fit.shifts[0].any()
+
+
+def test_a_step_counts_what_ranks_take_when_they_shift() -> None:
+    fit = paced([1, 1, 2, 1, 1, 2, 1, 1, 2, 1, 1, 1])
+    (chance, *_), (factor, *_) = fit.shifts
+    assert chance > 0.1
+    stays = replace(fit, shifts=(np.zeros(3), np.ones(3)))
+    shifted = replace(
+        stays, model=replace(fit.model, compute_s=fit.model.compute_s * [factor, 1, 1])
+    )
+    for sizes in ([60, 60, 60], [30, 75, 75]):
+        due = [each.promise(sizes, with_errors=False)[0] for each in (stays, shifted)]
+        found, _ = fit.promise(sizes, with_errors=False)
+        assert found == pytest.approx((1 - chance) * due[0] + chance * due[1], rel=1e-3)
+
+
+def test_shifts_of_many_ranks_count_up_to_a_bound() -> None:
+    chances, _ = paced([1, 2] * 8 + [1], ranks=40, of=30).shifts
+    assert np.count_nonzero(chances) == 16
+    assert chances.sum() == pytest.approx(0.9)
 
 
 def test_a_state_goes_on_as_the_fit_did() -> None:
