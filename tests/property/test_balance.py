@@ -115,14 +115,14 @@ def test_loft_is_never_behind_a_one_line_rule_on_hosts_that_others_use(seed: int
 
 @pytest.mark.long
 @pytest.mark.timeout(600)  # wall time, on cores that other tests share
-@pytest.mark.parametrize("first", long_first(range(0, 1000, 25)))
+@pytest.mark.parametrize("first", long_first(range(0, 1000, 100)))
 def test_loft_is_near_the_best_policy_on_clusters_that_it_was_not_tuned_on(first: int) -> None:
-    chosen = itertools.islice(contest.entries(), first, first + 25)
+    chosen = itertools.islice(contest.entries(), first, first + 100)
     found = [contest.run(scenario, seed) for scenario, seed in chosen]
     sys.stdout.write(f"{contest.summarise(found)}\n")
     far = [each for each in found if each.above > 0.01]
-    assert len(far) <= 1, far
-    # One of 188 is 3.2 % above: of six ranks three slow down for three intervals, again and again.
+    assert len(far) <= 5, far
+    # One of 1,000 is 3.4 % above: a rank is slow at once, and no rank says why the step was long.
     assert all(each.above <= 0.04 for each in far), far
 
 
