@@ -177,7 +177,7 @@ class Link {
     if (num_unacknowledged_++ == 0) oldest_unacknowledged_at_ = now;
   }
 
-  // Has the acknowledgement that is due sent at once.
+  // Has the acknowledgement that is due sent at once; of blocks that are sent again it waits.
   void hurry() { num_unacknowledged_ = kAckEvery; }
 
   Nanos ack_at() const {

@@ -68,9 +68,14 @@ def _differs(one: RankTimes, others: Sequence[RankTimes], *, step_s: float) -> f
     error_s = math.hypot(one.busy_error_s, statistics.median(each.busy_error_s for each in others))
     difference = one.busy_s - usual_s
     ratio_s = (_SLOW_RATIO - 1.0) * min(usual_s, one.busy_s)
-    queued_s = statistics.median_low(each.queued_s for each in (one, *others))
+    queued_s = _queued(one, others)
     least = max(ratio_s, _SLOW_SHARE * step_s, _SLOW_ERRORS * error_s, _SLOW_QUEUED * queued_s)
     return difference if abs(difference) > least else 0.0
+
+
+def _queued(one: RankTimes, others: Sequence[RankTimes]) -> float:
+    """Return the seconds of a step that a rank queues for cores, as far as others do so, too."""
+    return min(one.queued_s, statistics.median_low(each.queued_s for each in (one, *others)))
 
 
 def find_slow(times: Sequence[RankTimes]) -> tuple[SlowRank, ...]:
@@ -167,6 +172,8 @@ def why_none(times: Sequence[RankTimes]) -> str:
     usual_s = statistics.median(each.busy_s for each in others)
     if longest.busy_s - usual_s <= (_SLOW_RATIO - 1.0) * usual_s:
         return "none takes a tenth more than the others"
+    if longest.busy_s - usual_s <= _SLOW_QUEUED * _queued(longest, others):
+        return "they differ by less than a quarter of what they queue for cores"
     return "their times vary too much, or are too few, to say which rank is the slow one"
 
 

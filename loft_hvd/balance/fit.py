@@ -9,7 +9,7 @@ as fast as now shift to another pace?
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -49,12 +49,13 @@ _MOST_GAIN = 0.9  # of a step: no more is promised by what plans before have kep
 _COUNTS_FADE = 0.65  # a row: counts are exact, so three rows will do; measured
 
 # Intervals in which shifts of pace are counted. A rank that was as fast as now, within so much of
-# the logarithm of its level, has shifted where it is off by so much the next time.
-_TRACKED, _NEAR, _SHIFT = 64, 0.2, 0.15
+# the logarithm of its level, has shifted where it is farther off the next time.
+_TRACKED, _NEAR = 64, 0.2
+_ALIKE = 0.2  # likewise of two batches: at others the model may be wrong of the size
 _UNSEEN = 12  # intervals more in which it stayed: one shift in a short run is an accident
-_MOST_SHIFTS = 0.9  # of intervals that have a shift, of whichever rank
-# Ranks whose shifts count, those that shift most: each takes a forecast of all ranks.
-_MOST_SHIFTING, _MOST_FORECASTS = 16, 1024
+_MOST_CHANCE = 0.9  # that some rank shifts
+# Of shifts those that come most often count, each of which takes a forecast of all ranks.
+_MOST_SHIFTS, _MOST_FORECASTS = 16, 1024
 
 _Rows = Annotated[Floats, Shape("world_size", len(COLUMNS))]
 _Track = Annotated[Floats, Shape("world_size", 2)]  # samples, and busy seconds: 0 where not known
@@ -76,8 +77,8 @@ class Fit:
     compute_spread: tuple[Floats, Floats]
     skew: float  # of single steps, of all ranks alike (``typical_longest``)
 
-    # The chance that the next interval finds a rank at another pace, and its times there over those
-    # here: as often, and by as much, as it has shifted so far from where it is now.
+    # Chances that the next interval finds a rank faster, or slower, and its times there over those
+    # here, [2, world_size] each: as often, and as far, as it has shifted so far from where it is.
     shifts: tuple[Floats, Floats]
 
     def _shown(self, sizes: npt.ArrayLike) -> tuple[Floats, Floats, Floats, Floats]:
@@ -140,11 +141,11 @@ class Fit:
         times, deviation = self.model.times(sizes), np.hypot(self.deviation(sizes), error)
         stays_s, first = typical_longest(times, deviation, self.skew)
         step_s, (chances, factors) = stays_s, self.shifts
-        for rank in np.flatnonzero(chances).tolist():
+        for way, rank in np.argwhere(chances).tolist():
             then = np.ones_like(times)
-            then[rank] = factors[rank]
+            then[rank] = factors[way, rank]
             shifted_s, _ = typical_longest(times * then, deviation * then, self.skew)
-            step_s += chances[rank] * (shifted_s - stays_s)
+            step_s += chances[way, rank] * (shifted_s - stays_s)
         return step_s, first
 
     def gain(self, now: npt.ArrayLike, then: npt.ArrayLike, *, with_errors: bool = True) -> Gain:
@@ -211,7 +212,8 @@ class Past:
     ]
     rows: Annotated[list[_Rows], Shape("num_rows")]
     valid: Annotated[list[RankBools], Shape("num_rows")]  # usable
-    tracks: Annotated[list[_Track], Shape("num_tracks")]  # of the last ``_TRACKED`` intervals
+    # Of the last ``_TRACKED`` intervals.
+    tracks: Annotated[list[_Track], Shape("num_tracks")] = field(default_factory=list)
 
     @classmethod
     def of(cls, world_size: int) -> Past:
@@ -219,7 +221,7 @@ class Past:
         fetch, compute = (
             Contest.of(world_size, len(terms)) for terms in (_FETCH_TERMS, _COMPUTE_TERMS)
         )
-        return cls(fetch, compute, [], [], [])
+        return cls(fetch, compute, [], [])
 
 
 class Fitter:
@@ -289,7 +291,7 @@ class Fitter:
             fetch_spread=_spread(rows, weights, (FETCH, FETCH_ERROR), skew),
             compute_spread=_spread(rows, weights, (COMPUTE, COMPUTE_ERROR), skew),
             skew=skew,
-            shifts=_shifts(model, np.stack(past.tracks)),
+            shifts=_shifts(model, past.tracks),
         )
 
     def _model(
@@ -331,29 +333,34 @@ class Fitter:
         return tuple(tuple(of_rank) for of_rank in names)
 
 
-def _shifts(model: StepModel, tracks: Floats) -> tuple[Floats, Floats]:
-    """Return each rank's chance to shift to another pace, and its times then over those now.
+def _shifts(model: StepModel, tracks: list[Floats]) -> tuple[Floats, Floats]:
+    """Return chances that ranks shift to a faster, or a slower, pace, and their times then.
 
-    ``tracks`` are [num_tracks, world_size, 2]. What a rank took over what the model says of that
-    batch is its level then. Both are counted over the intervals that found it near today's level.
+    ``tracks`` are [world_size, 2] each. What a rank took over what the model says of that batch is
+    its level then. Counted are the intervals that found it near today's level, and about as many
+    samples in the next one; or other samples, where a larger batch was fast, or a smaller one slow.
     """
-    size, busy_s = tracks[..., 0], tracks[..., 1]
+    chance, factor = np.zeros((2, model.world_size)), np.ones((2, model.world_size))
+    if len(tracks) < 2:
+        return chance, factor
+    size, busy_s = np.moveaxis(np.stack(tracks), 2, 0)  # [num_tracks, world_size] each
     due_s = model.times(size)
-    is_known = (busy_s > 0) & (due_s > 0)  # [num_tracks, world_size]
+    is_known = (busy_s > 0) & (due_s > 0)
     level = np.log(np.where(is_known, busy_s, 1.0) / np.where(is_known, due_s, 1.0))
-    change, batches = level[1:] - level[:-1], np.log(np.maximum(size, 1.0))
-    # Where a larger batch was slow, or a smaller one fast, the model may be wrong of the size.
-    moved = batches[1:] - batches[:-1]
-    is_alike = (np.abs(moved) < _NEAR) | (moved * change < 0)
-    was_here = is_known[-1] & (np.abs(level[:-1] - level[-1]) < _NEAR)
-    counts = is_known[1:] & is_known[:-1] & is_alike & was_here
-    shifted = counts & (np.abs(change) > _SHIFT)
-    num_shifts = shifted.sum(axis=0)
-    chance = num_shifts / (counts.sum(axis=0) + _UNSEEN)
-    factor = np.exp((shifted * change).sum(axis=0) / np.maximum(num_shifts, 1))
-    most = min(_MOST_SHIFTING, max(1, _MOST_FORECASTS // len(chance)))
-    chance[np.argsort(-chance, kind="stable")[most:]] = 0.0
-    return chance * min(1.0, _MOST_SHIFTS / max(float(chance.sum()), 1e-9)), factor
+    off, batches = level - level[-1], np.log(np.maximum(size, 1.0))
+    change, grew = off[1:] - off[:-1], batches[1:] - batches[:-1]
+    is_alike = (np.abs(grew) < _ALIKE) | (grew * change < 0)
+    was_here = is_known[-1] & is_known[:-1] & (np.abs(off[:-1]) < _NEAR)
+    counts = is_known[1:] & is_alike & was_here
+    seen = counts.sum(axis=0) + _UNSEEN
+    for way, sign in enumerate((-1.0, 1.0)):
+        shifted = counts & (sign * off[1:] > _NEAR)
+        number = shifted.sum(axis=0)
+        chance[way] = number / seen
+        factor[way] = np.exp((shifted * change).sum(axis=0) / np.maximum(number, 1))
+    most = min(_MOST_SHIFTS, max(1, _MOST_FORECASTS // model.world_size))
+    chance.ravel()[np.argsort(-chance.ravel(), kind="stable")[most:]] = 0.0
+    return chance * min(1.0, _MOST_CHANCE / max(float(chance.sum()), 1e-9)), factor
 
 
 def _compute_features(size: Floats) -> Floats:

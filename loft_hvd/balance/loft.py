@@ -6,8 +6,9 @@ the rules for accepting a plan are this library's own.
 ``fit`` foretells what every size will cost each rank in the next interval. The plan is what makes
 the expected step shortest, chance and the forecast's own errors included. A change has a price, the
 dead band: what the present sizes are expected to lose against the best is added up, interval by
-interval, and sizes change when the sum reaches the price. So what is lost by waiting is never more
-than what a change costs, as with the rent of skis that one might buy.
+interval, and sizes change when the sum reaches the price. So of gains that are large and sure
+enough to count no more is lost by waiting than a change costs, as with the rent of skis that one
+might buy.
 
 Sizes stay within a *trust region*: a batch is at most twice the largest that has proven itself,
 and at least a quarter of the present one. A rank that grows beyond what is proven and takes longer
@@ -44,7 +45,7 @@ from loft_hvd.errors import ArgumentError, PlanError
 __all__ = ["DEAD_BAND", "Forecast", "Loft", "LoftState", "Measured"]
 
 DEAD_BAND = 0.01  # of the step: docs/balance.md
-# Of the step: less is nothing to win, nor is what is below so much of its own standard error.
+# Of the step, and of its own standard error: a gain that is smaller is none.
 _LEAST_GAIN, _LEAST_ERRORS = 0.006, 0.4
 # The trust region: a batch is at most so many times the largest proven, and at least the present
 # one over so many, so a wrong forecast cannot cost more.
@@ -137,7 +138,7 @@ def _is_longer(interval: Interval, rival: Measured) -> bool:
 
 
 def _counts(gain: Gain) -> bool:
-    """Say whether a gain counts; not one of a model of odd times, that is no number."""
+    """Say whether a gain counts; never one that is NaN, as a model of odd times may have it."""
     return gain.share >= max(_LEAST_GAIN, _LEAST_ERRORS * gain.error)
 
 
@@ -153,17 +154,14 @@ def _why_not(best: Gain, left: Gain, bars: Sequence[str], *, lost: float, dead_b
     """
     if not best.share >= _LEAST_GAIN:  # also where it is no number
         return "nothing to win: no sizes known would make the step shorter"
-    if not _counts(best):
-        return (
-            f"nothing sure to win: other sizes should save {best.share:.1%} of the step, with a "
-            f"standard error of {best.error:.1%}"
-        )
     others = f"other sizes should save {best.share:.1%} of the step"
     if bars:
         others += f", but are barred ({'; '.join(bars)})"
-        if not _counts(left):
+        if not left.share >= _LEAST_GAIN:
             return f"{others}, and what is left saves nothing"
         others += f"; those left should save {left.share:.1%}"
+    if not _counts(left):
+        return f"nothing sure to win: {others}, with a standard error of {left.error:.1%}"
     waits = max(int(np.ceil((dead_band - lost) / left.share)), 1)
     return (
         f"{others}; they are taken when waiting has cost as much as a change may, the dead band of "
@@ -311,7 +309,8 @@ class Loft(Policy):
         else:
             found = self._choose(fit, now, self.task.bounds)
             gain = fit.gain(now, found)
-            then_s, now_s, is_sure = gain.then_s, gain.now_s, gain.share > self._dead_band
+            then_s, now_s = gain.then_s, gain.now_s
+            is_sure = _counts(gain) and gain.share > self._dead_band
         if not is_sure or found == tuple(now.tolist()):
             return f"{text}; no others would surely make a step shorter"
         return (

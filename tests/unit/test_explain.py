@@ -85,11 +85,16 @@ def test_equal_ranks_differ_by_a_tenth_of_what_they_queue(num_ranks: int) -> Non
         return [replace(each, wall_s=0.048, queued_s=queued_ms / 1e3) for each in line]
 
     assert find_slow(queueing(5.8, 15.3)) == ()
+    assert "they differ by less than a quarter of what they queue" in describe(queueing(7.9, 15.3))
     assert [each.rank for each in find_slow(queueing(8.5, 15.3))] == [num_ranks - 1]
     assert [each.rank for each in find_slow(queueing(5.8, 1.0))] == [num_ranks - 1]
     # Its own queue alone excuses nobody.
     (*others, slow) = queueing(5.8, 1.0)
     (found,) = find_slow([*others, replace(slow, queued_s=0.0153)])
+    assert found.rank == num_ranks - 1
+    # Nor does that of the others, where it has a core to itself.
+    (*others, slow) = queueing(5.8, 15.3)
+    (found,) = find_slow([*others, replace(slow, queued_s=0.0)])
     assert found.rank == num_ranks - 1
 
 

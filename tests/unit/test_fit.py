@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -155,7 +156,7 @@ def test_overlap_is_measured(overlap: float | None) -> None:
     assert fit.model.overlap == pytest.approx(model.overlap, abs=0.03)
 
 
-def paced(paces: list[float], *, ranks: int = 3, of: int = 1) -> Fit:
+def paced(paces: Sequence[float], *, ranks: int = 3, of: int = 1) -> Fit:
     """Fit intervals at one size in which the first ``of`` ranks take ``pace`` times as long."""
     fitter, model = Fitter(ranks), StepModel.build(ranks, compute_s=1e-3)
     for pace in paces:
@@ -169,10 +170,20 @@ def paced(paces: list[float], *, ranks: int = 3, of: int = 1) -> Fit:
 def test_a_rank_that_shifts_again_and_again_is_expected_to() -> None:
     chances, factors = paced([1, 1, 1, 2, 2, 1, 1, 2, 1, 1]).shifts
     # Six intervals were at today's pace before another one, and two of these at the other pace.
-    assert chances == pytest.approx([2 / (6 + 12), 0, 0], abs=1e-9)
-    assert factors[0] == pytest.approx(2, rel=0.05)
-    for steady in ([1] * 10, [1, 1.1] * 5, [1]):
-        assert not paced(steady).shifts[0].any(), steady
+    assert chances[1] == pytest.approx([2 / (6 + 12), 0, 0], abs=1e-9)
+    assert factors[1, 0] == pytest.approx(2, rel=0.05)
+    assert not chances[0].any()
+
+
+def test_shifts_to_a_faster_and_to_a_slower_pace_are_kept_apart() -> None:
+    chances, factors = paced([1, 2, 1, 0.5, 1, 2, 1, 0.5, 1]).shifts
+    assert chances[:, 0] == pytest.approx([2 / (4 + 12)] * 2)
+    assert factors[:, 0] == pytest.approx([0.5, 2], rel=0.05)
+
+
+@pytest.mark.parametrize("paces", [[1] * 10, [1, 1.1] * 5, [1, 1.17] * 5, [1]], ids=str)
+def test_a_rank_that_wobbles_does_not_shift(paces: list[float]) -> None:
+    assert not paced(paces).shifts[0].any()
 
 
 def test_a_shift_of_pace_at_other_sizes_is_none() -> None:
@@ -186,12 +197,11 @@ def test_a_shift_of_pace_at_other_sizes_is_none() -> None:
 
 def test_a_step_counts_what_ranks_take_when_they_shift() -> None:
     fit = paced([1, 1, 2, 1, 1, 2, 1, 1, 2, 1, 1, 1])
-    (chance, *_), (factor, *_) = fit.shifts
+    chance, factor = fit.shifts[0][1, 0], fit.shifts[1][1, 0]
     assert chance > 0.1
-    stays = replace(fit, shifts=(np.zeros(3), np.ones(3)))
-    shifted = replace(
-        stays, model=replace(fit.model, compute_s=fit.model.compute_s * [factor, 1, 1])
-    )
+    stays = replace(fit, shifts=(np.zeros((2, 3)), np.ones((2, 3))))
+    slow = fit.model.compute_s * np.array([factor, 1, 1])
+    shifted = replace(stays, model=replace(fit.model, compute_s=slow))
     for sizes in ([60, 60, 60], [30, 75, 75]):
         due = [each.promise(sizes, with_errors=False)[0] for each in (stays, shifted)]
         found, _ = fit.promise(sizes, with_errors=False)
@@ -202,6 +212,15 @@ def test_shifts_of_many_ranks_count_up_to_a_bound() -> None:
     chances, _ = paced([1, 2] * 8 + [1], ranks=40, of=30).shifts
     assert np.count_nonzero(chances) == 16
     assert chances.sum() == pytest.approx(0.9)
+
+
+def test_a_state_from_before_shifts_were_counted_goes_on() -> None:
+    fitter = Fitter(2)
+    feed(fitter, StepModel.build(2, compute_s=1e-3), [[60, 60]] * 3)
+    fitter.past.tracks = []
+    fit = fitter.fit()
+    assert fit is not None
+    assert not fit.shifts[0].any()
 
 
 def test_a_state_goes_on_as_the_fit_did() -> None:

@@ -15,7 +15,7 @@ from loft_hvd.balance.controller import Controller
 from loft_hvd.balance.fit import Gain
 from loft_hvd.balance.interval import COLUMNS, Interval
 from loft_hvd.balance.latency import StepModel
-from loft_hvd.balance.loft import Loft, LoftState, Measured, _is_longer
+from loft_hvd.balance.loft import Loft, LoftState, Measured, _is_longer, _why_not
 from loft_hvd.balance.plan import Bounds, Floats, StepSizes
 from loft_hvd.balance.policy import Allowed, Task
 from loft_hvd.simulate.compare import random_scenario
@@ -163,6 +163,30 @@ def test_the_intervals_that_a_change_is_said_to_be_away_are_those_it_takes() -> 
         number += 1
         show(controller, model, 1 + number)
     assert number <= int(told[1]) <= 1.5 * number  # with more intervals the gain is surer
+
+
+@pytest.mark.parametrize(
+    ("share", "error", "said"),
+    [
+        (0.004, 0.0, "nothing to win: no sizes known"),
+        (0.03, 0.08, "nothing sure to win: other sizes should save 3.0% of the step, with a stand"),
+        (0.03, 0.07, "other sizes should save 3.0% of the step; they are taken when waiting has"),
+        (float("nan"), 0.0, "nothing to win"),
+    ],
+)
+def test_gains_that_are_small_or_unsure_are_none(share: float, error: float, said: str) -> None:
+    gain = Gain(1.0, 1.0 - share, error)
+    assert _why_not(gain, gain, (), lost=0.0, dead_band=0.01).startswith(said)
+
+
+def test_what_bars_leave_is_told_by_its_own_gain_and_error() -> None:
+    best = Gain(1.0, 0.9, 0.5)
+    for left, said in (
+        (Gain(1.0, 0.98, 0.01), "those left should save 2.0%; they are taken when"),
+        (Gain(1.0, 0.98, 0.2), "nothing sure to win: other sizes should save 10.0% of the step, "),
+        (Gain(1.0, 1.0, 0.0), "and what is left saves nothing"),
+    ):
+        assert said in _why_not(best, left, ("a cap",), lost=0.0, dead_band=0.01)
 
 
 def test_times_that_cannot_be_used_are_the_reason_that_is_given() -> None:
