@@ -121,7 +121,7 @@ def test_loft_is_near_the_best_policy_on_clusters_that_it_was_not_tuned_on(first
     found = [contest.run(scenario, seed) for scenario, seed in chosen]
     sys.stdout.write(f"{contest.summarise(found)}\n")
     far = [each for each in found if each.above > 0.01]
-    assert len(far) <= 5, far
+    assert len(far) <= 4, far
     # One of 1,000 is 3.4 % above: a rank is slow at once, and no rank says why the step was long.
     assert all(each.above <= 0.04 for each in far), far
 
