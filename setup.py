@@ -6,8 +6,9 @@ family), or a list such as "avx2,avx512"; by default a build for this checkout (
 ``build_ext --inplace``) is native and a wheel has all. ``LOFT_HVD_CUDA`` 0, 1 or auto (build the
 CUDA half where nvcc is found and the machine has an NVIDIA GPU), ``LOFT_HVD_CUDA_ARCHS`` (CMake's
 CUDA_ARCHITECTURES, the last one also as PTX; default "80-real;90", so sm_80, sm_90 and what comes
-after), ``LOFT_HVD_WERROR`` 1, ``LOFT_HVD_JOBS`` (compile jobs, else the allowed CPUs). Objects are
-kept under ``build/`` and only what changed is compiled again.
+after), ``LOFT_HVD_DATAGRAM`` 0 (no module of datagrams), ``LOFT_HVD_WERROR`` 1, ``LOFT_HVD_JOBS``
+(compile jobs, else the allowed CPUs). Objects are kept under ``build/`` and only what changed is
+compiled again.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             f"-DLOFT_LEVELS={self._levels()}",
             f"-DLOFT_CUDA={os.environ.get('LOFT_HVD_CUDA', 'auto') or 'auto'}",
+            f"-DLOFT_DATAGRAM={os.environ.get('LOFT_HVD_DATAGRAM', '1') or '1'}",
             f"-DLOFT_WERROR={os.environ.get('LOFT_HVD_WERROR', '0') or '0'}",
         ]
         archs = os.environ.get("LOFT_HVD_CUDA_ARCHS")
@@ -78,7 +80,10 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
         subprocess.run([cmake, "--build", str(folder), "--parallel", jobs], check=True)
         # A second one is optional, and found beside the first.
         built = list(folder.glob(f"{ext.name.rpartition('.')[2]}.*so"))
-        if built:
+        if ext.optional and os.environ.get("LOFT_HVD_DATAGRAM") == "0":
+            for file in (*built, target):  # of an earlier build, maybe of other sources
+                file.unlink(missing_ok=True)
+        elif built:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(built[0], target)
         elif not ext.optional:

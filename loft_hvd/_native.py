@@ -29,7 +29,8 @@ def datagram_extension() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         return None, (
             f"the extension loft_hvd._loft_datagram does not load ({error}); it is built where "
-            "OpenSSL's headers are: apt-get install libssl-dev, and build loft_hvd again"
+            "OpenSSL's headers are: apt-get install libssl-dev, and build loft_hvd again (in a "
+            "checkout: make setup, as make demo leaves it out)"
         )
 
 

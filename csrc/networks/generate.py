@@ -39,6 +39,7 @@ MEDIAN_SIZES = range(1, 65)
 WINDOW_SIZES = range(17, 65)
 EXHAUSTIVE_UP_TO = 20
 RANDOM_VECTORS = 200_000
+Ranked = tuple[Sequence[int], list[int]]  # see ranked
 REGISTERS = 13  # of AVX2's 16; for AVX-512 GCC spills no less with an order for its 32
 
 
@@ -49,19 +50,15 @@ def candidates(rows: int) -> list[Network]:
     while size < rows:
         size *= 2
     surplus = size - rows
+    few = ranked(random_columns(rows, 512))  # the winner's full proof comes later
     found = []
     for pairs in (odd_even_pairs(size), pairwise_pairs(size)):
         paddings = range(surplus + 1) if rows <= 33 else (0, surplus // 2, surplus)
         for num_low in paddings:
             network = cut(pairs, size, rows, num_low)
-            if is_plausible(network, rows):
+            if sorts(network, range(rows), few):
                 found.append(network)
     return found
-
-
-def is_plausible(network: Network, rows: int) -> bool:
-    """Reject a construction that does not sort, before the full proof of the winner."""
-    return proves(network, rows, range(rows), random_columns(rows, 512))
 
 
 def sorting_network(rows: int) -> Network:
@@ -142,23 +139,21 @@ def random_columns(rows: int, vectors: int) -> list[int]:
     return columns
 
 
-def proves(
-    network: Network, rows: int, wanted: Iterable[int], columns: Sequence[int] | None = None
-) -> bool:
-    """Say whether the wanted registers end with their ranks, by the 0-1 principle."""
-    columns, at_least = ranked_columns(rows) if columns is None else ranked(columns)
+def sorts(network: Network, wanted: Iterable[int], test: Ranked) -> bool:
+    """Say whether the wanted registers end with their ranks, for each vector of the test."""
+    columns, at_least = test
     result = run(network, columns)
-    return all(result[rank] == at_least[rows - rank] for rank in wanted)
+    return all(result[rank] == at_least[len(columns) - rank] for rank in wanted)
 
 
 @functools.lru_cache(maxsize=1)
-def ranked_columns(rows: int) -> tuple[Sequence[int], list[int]]:
-    """Return the test vectors of the full proof, with what ``ranked`` adds."""
+def proof(rows: int) -> Ranked:
+    """Return the test vectors of the full proof, by the 0-1 principle."""
     few = rows <= EXHAUSTIVE_UP_TO
     return ranked(all_columns(rows) if few else random_columns_fast(rows, RANDOM_VECTORS))
 
 
-def ranked(columns: Sequence[int]) -> tuple[Sequence[int], list[int]]:
+def ranked(columns: Sequence[int]) -> Ranked:
     """Return the columns and, for k = 0, 1, ..., the set of vectors with k ones or more."""
     rows = len(columns)
     at_least = [-1] + [0] * rows  # -1 is all
@@ -220,7 +215,7 @@ def emit(name: str, arguments: str, network: Network) -> str:
 def proved(network: Network, rows: int, wanted: Iterable[int], what: str) -> Network:
     """Return the network, its steps ordered; raise if a wanted register may end wrong."""
     ordered = in_few_registers(network, REGISTERS)
-    if not proves(ordered, rows, wanted):
+    if not sorts(ordered, wanted, proof(rows)):
         raise AssertionError(f"the {what} network for {rows} rows is wrong")
     return ordered
 

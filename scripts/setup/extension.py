@@ -15,7 +15,7 @@ from scripts.setup.state import digest, read_stamp, write_stamp
 
 __all__ = ["ExtensionBuild", "extension_build", "has_gpu", "has_levels", "source_files"]
 
-_OPTIONS = ("LOFT_HVD_CUDA", "LOFT_HVD_CUDA_ARCHS", "LOFT_HVD_WERROR")
+_OPTIONS = ("LOFT_HVD_CUDA", "LOFT_HVD_CUDA_ARCHS", "LOFT_HVD_DATAGRAM", "LOFT_HVD_WERROR")
 
 
 def source_files(root: Path) -> list[Path]:
@@ -118,7 +118,11 @@ def extension_build(
     command = ["nice", "-n", "10", *environment.pip(*words)]
     say(f"setup: loft_hvd and its extension, levels {wanted}: the build begins")
     if wanted == "lean":
-        say("setup:   with the general kernels alone; `make setup` builds those of this machine")
+        env["LOFT_HVD_DATAGRAM"] = "0"  # a quarter of what is to compile
+        say(
+            "setup:   with the general kernels alone and without datagrams; `make setup` builds "
+            "them, and the kernels of this machine"
+        )
     with runner.start(command, env=env, cwd=root, what="building the extension") as running:
         yield ExtensionBuild(stamp, f"{key} {wanted}", running)
 

@@ -677,9 +677,8 @@ def build_extension(
     facts = replace(_FACTS, dists={"loft-hvd": "0.1.0"})
 
     def build(levels: str, ends: str = "exit 0") -> list[str]:
-        _script(
-            environment.python, f'[ "$2" = pip ] || exit 0; echo $LOFT_HVD_LEVELS >> {log}; {ends}'
-        )
+        said = "$LOFT_HVD_LEVELS$LOFT_HVD_DATAGRAM"
+        _script(environment.python, f'[ "$2" = pip ] || exit 0; echo {said} >> {log}; {ends}')
         monkeypatch.setenv("LOFT_HVD_LEVELS", levels)
         runner = Runner(tmp_path / "log")
         with extension_build(
@@ -698,6 +697,14 @@ def test_demo_after_the_tests_builds_nothing_and_tests_after_the_demo_add_levels
     assert build_extension("", "exit 0") == ["native"]
     assert build_extension("all", "exit 0") == ["native", "all"]
     assert build_extension("", "exit 0") == ["native", "all"]
+
+
+def test_a_lean_build_has_no_datagrams_until_more_is_wanted(
+    build_extension: Callable[[str, str], list[str]],
+) -> None:
+    assert build_extension("lean", "exit 0") == ["lean0"]
+    assert build_extension("", "exit 0") == ["lean0", "native"]
+    assert build_extension("lean", "exit 0") == ["lean0", "native"]
 
 
 def test_build_that_failed_is_done_again(
