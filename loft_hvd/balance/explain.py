@@ -312,7 +312,8 @@ def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
             f"rank {rank}: fetch {1e3 * model.fetch_fixed_s[rank]:.2f} ms + "
             f"{1e3 * per_local:.3f} ms a local and {1e3 * per_remote:.3f} ms a remote sample; "
             f"compute {1e3 * max(model.compute_fixed_s[rank], 0.0):.2f} ms + "
-            f"{1e3 * model.compute_s[rank]:.3f} ms a sample; {hides}"
+            f"{1e3 * model.compute_s[rank]:.3f} ms a sample"
+            f"{f', no less below {fit.flat[rank]:.0f}' if fit.flat[rank] > 0 else ''}; {hides}"
         )
         if np.isfinite(model.hits[rank]):
             line += f"; {model.hits[rank]:.0f} samples of a global batch are local"

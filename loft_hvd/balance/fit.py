@@ -2,8 +2,8 @@
 
 Each interval adds one row a rank. Two contests foretell what fetching and computing take
 (``contest``). What counts tell at once, counts tell: do local samples run out or make up a share of
-any batch, how much does overlap hide, how do single steps vary, and how often does a rank that is
-as fast as now shift to another pace?
+any batch, how much does overlap hide, how do single steps vary, how often does a rank that is as
+fast as now shift to another pace, and below which batch does a device compute no faster?
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from loft_hvd.balance.interval import (
     Interval,
 )
 from loft_hvd.balance.latency import StepModel, count_passes, queued_samples, typical_longest
-from loft_hvd.balance.plan import Bools, Floats, Ints, RankBools
+from loft_hvd.balance.plan import Bools, Floats, Ints, RankBools, RankFloats, RankInts
 from loft_hvd.codec import Shape, Size
 
 __all__ = ["Fit", "Fitter", "Gain", "Past"]
@@ -48,6 +48,12 @@ _MOST_SKEW = 2.0  # beyond it a step has no usual length
 _MOST_GAIN = 0.9  # of a step: no more is promised by what plans before have kept
 _COUNTS_FADE = 0.65  # a row: counts are exact, so three rows will do; measured
 
+# Computing is flat below a batch when so many cuts on end saved nothing. A cut is of so much of the
+# batch, and of twice what two times may differ by: so much of them, or two errors.
+_CUTS, _CUT, _SAME = 2, 0.12, 0.025
+_MOVED = 0.1  # of its time: a rank whose pace has changed by so much may be flat no longer
+_LESS_FLAT = 0.99  # an interval: what is believed for long is tried again
+
 # Intervals in which shifts of pace are counted. A rank that was as fast as now, within so much of
 # the logarithm of its level, has shifted where it is farther off the next time.
 _TRACKED, _NEAR = 64, 0.2
@@ -58,6 +64,7 @@ _MOST_CHANCE = 0.9  # that some rank shifts
 _MOST_SHIFTS, _MOST_FORECASTS = 16, 1024
 
 _Rows = Annotated[Floats, Shape("world_size", len(COLUMNS))]
+_Passes = tuple[Floats, Floats, Floats]  # samples, seconds and their errors, [world_size] each
 _Track = Annotated[Floats, Shape("world_size", 2)]  # samples, and busy seconds: 0 where not known
 
 
@@ -68,6 +75,7 @@ class Fit:
     model: StepModel  # the fitted times
     fetch: Outlook  # of the fetch terms: fixed, local, remote, shared
     compute: Outlook  # of the compute terms: fixed, sample
+    flat: Floats  # samples of a pass below which computing takes no less; 0 where none is known
     is_poor: Bools  # nothing is known of the rank's times
     unclear: tuple[tuple[str, ...], ...]  # for each rank the terms that its rows do not tell apart
 
@@ -93,7 +101,7 @@ class Fit:
         shown = 1.0 - self.model.overlap
         return (
             _fetch_features(local, batch - local, self.model.source),
-            passes[:, None] * _compute_features(batch / passes),
+            passes[:, None] * _compute_features(np.maximum(batch / passes, self.flat)),
             np.where(is_hidden, shown, 1.0),
             np.where(is_hidden, 1.0, shown),
         )
@@ -203,6 +211,44 @@ class Gain:
 
 
 @dataclass
+class Plateaus:
+    """Batches below which ranks compute no faster, told from cuts that saved nothing.
+
+    A rank that gets slower while its batch is cut looks alike, but hardly to a few per cent, twice.
+    """
+
+    samples: RankFloats  # of a pass; 0 where none is known
+    seconds: RankFloats  # that it took when it was found
+    cut_from: RankFloats  # samples before the first of the last cuts that saved nothing
+    num_cuts: RankInts  # of these, on end
+
+    @classmethod
+    def of(cls, world_size: int) -> Plateaus:
+        """Return those of a run that begins."""
+        samples, seconds, cut_from = np.zeros((3, world_size))
+        return cls(samples, seconds, cut_from, np.zeros(world_size, np.int64))
+
+    def observe(self, before: _Passes, now: _Passes, *, known: Bools) -> None:
+        """Compare two intervals; ``known`` says whose times are, [world_size]."""
+        (samples, seconds, error), (old, old_s, old_error) = now, before
+        near_s = np.maximum(_SAME * old_s, 2.0 * np.hypot(old_error, error))
+        cut_s = old_s * (1.0 - samples / np.maximum(old, 1.0))
+        is_cut = known & (samples > 0) & (cut_s > np.maximum(_CUT * old_s, 2.0 * near_s))
+        in_vain = is_cut & (np.abs(seconds - old_s) < near_s)
+        self.cut_from = np.where(in_vain & (self.num_cuts == 0), old, self.cut_from)
+        self.num_cuts = np.where(is_cut, np.where(in_vain, self.num_cuts + 1, 0), self.num_cuts)
+        is_flat = in_vain & (self.num_cuts >= _CUTS)
+        self.samples = np.where(
+            is_flat, np.maximum(self.samples, self.cut_from), _LESS_FLAT * self.samples
+        )
+        self.seconds = np.where(is_flat, seconds, self.seconds)
+        moved = np.abs(seconds - self.seconds) > _MOVED * self.seconds
+        is_over = known & moved & (samples <= self.samples)
+        self.samples = np.where(is_over, 0.0, self.samples)
+        self.num_cuts = np.where(is_over, 0, self.num_cuts)
+
+
+@dataclass
 class Past:
     """What a fitter knows: rows of the last intervals, and what was learnt from those before."""
 
@@ -214,6 +260,12 @@ class Past:
     valid: Annotated[list[RankBools], Shape("num_rows")]  # usable
     # Of the last ``_TRACKED`` intervals.
     tracks: Annotated[list[_Track], Shape("num_tracks")] = field(default_factory=list)
+    plateaus: Plateaus = field(default_factory=lambda: Plateaus.of(0))
+
+    def __post_init__(self) -> None:
+        """Begin with no plateaus in a state from before they were kept."""
+        if len(self.plateaus.samples) != len(self.fetch.samples):
+            self.plateaus = Plateaus.of(len(self.fetch.samples))
 
     @classmethod
     def of(cls, world_size: int) -> Past:
@@ -255,8 +307,11 @@ class Fitter:
         start[:, 2] = np.where(queues, 0.0, start[:, 2])
         errors = rows[:, FETCH_ERROR]
         past.fetch.observe(features, fetch_s, errors=errors, valid=valid, start=start)
-        size, seconds, errors = self._of_a_pass(rows)
-        features = _compute_features(size)
+        now = size, seconds, errors = self._of_a_pass(rows)
+        if past.rows:
+            before = self._of_a_pass(past.rows[-1])
+            past.plateaus.observe(before, now, known=valid & past.valid[-1])
+        features = _compute_features(np.maximum(size, past.plateaus.samples))
         start = np.outer(seconds / np.maximum(size, 1.0), (0.0, 1.0))
         past.compute.observe(features, seconds, errors=errors, valid=valid, start=start)
         past.rows = [*past.rows, rows][-_NUM_ROWS:]
@@ -264,7 +319,7 @@ class Fitter:
         track = np.stack([rows[:, SIZE], np.where(valid, interval.busy_s, 0.0)], axis=1)
         past.tracks = [*past.tracks, track][-_TRACKED:]
 
-    def _of_a_pass(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
+    def _of_a_pass(self, rows: Floats) -> _Passes:
         """Return samples, compute seconds and their error of a pass, [..., world_size] each."""
         passes = count_passes(rows[..., SIZE], self.pass_size)
         size, seconds, error = (rows[..., at] / passes for at in (SIZE, COMPUTE, COMPUTE_ERROR))
@@ -286,6 +341,7 @@ class Fitter:
             model=model,
             fetch=fetch,
             compute=compute,
+            flat=past.plateaus.samples,
             is_poor=is_poor,
             unclear=self._unclear(rows, weights, fetch, compute),
             fetch_spread=_spread(rows, weights, (FETCH, FETCH_ERROR), skew),
@@ -300,6 +356,7 @@ class Fitter:
         # Counts stay true when a rank's speed changes.
         share, hits = _fit_hits(rows[..., SIZE], rows[..., LOCAL], valid.astype(np.float64))
         fixed, slope = compute.terms.T
+        flat = self.past.plateaus.samples
         fetch_s, stall_s, compute_s = (rows[..., column] for column in (FETCH, STALL, COMPUTE))
         return StepModel(
             **dict(zip(_FETCH_TERMS, fetch.terms.T, strict=True)),
@@ -307,7 +364,7 @@ class Fitter:
             hits=hits,
             compute_fixed_s=fixed,
             compute_s=slope,
-            plateau_s=np.zeros_like(fixed),
+            plateau_s=np.where(flat > 0, fixed + slope * flat, 0.0),
             overlap=_fit_overlap(fetch_s, stall_s, compute_s, weights),
             source=self.source,
             pass_size=self.pass_size,

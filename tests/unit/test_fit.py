@@ -214,9 +214,49 @@ def test_shifts_of_many_ranks_count_up_to_a_bound() -> None:
     assert chances.sum() == pytest.approx(0.9)
 
 
-def test_a_state_from_before_shifts_were_counted_goes_on() -> None:
+def cut(paces: list[float], sizes: list[int], *, flat: float = 0.0) -> Fit:
+    """Return what is known of two ranks of 1 ms a sample, the second paced and flat as given."""
+    fitter = Fitter(2)
+    for number, (pace, size) in enumerate(zip(paces, sizes, strict=True)):
+        model = StepModel.build(2, compute_s=[1e-3, pace * 1e-3], plateau_s=[0, pace * flat * 1e-3])
+        feed(fitter, model, [[60, size]], noise=0.003, seed=number)
+    fit = fitter.fit()
+    assert fit is not None
+    return fit
+
+
+def test_a_batch_below_which_computing_takes_no_less_is_found_by_two_cuts_in_vain() -> None:
+    times = [64, 64, 50, 40, 34, 28]
+    once, twice = cut([1] * 5, times[:5], flat=40), cut([1] * 6, times, flat=40)
+    assert not once.flat.any()
+    assert twice.flat.tolist() == [0, 40]
+    assert twice.model.times([60, 6])[1] == pytest.approx(0.040, rel=0.03)
+    assert twice.model.times([60, 64])[1] == pytest.approx(0.064, rel=0.1)
+
+
+def test_a_rank_that_gets_slower_while_it_is_cut_is_not_flat() -> None:
+    assert not cut([1, 1, 1.2, 1.6, 2.2, 2.4], [64, 64, 50, 40, 32, 26]).flat.any()
+
+
+def test_a_rank_that_is_as_fast_as_its_batch_is_small_is_not_flat() -> None:
+    assert not cut([1] * 6, [64, 64, 50, 40, 32, 26]).flat.any()
+
+
+def test_where_a_rank_is_flat_is_asked_again_once_its_pace_changes() -> None:
+    paces, sizes = [1.0] * 6, [64, 64, 50, 40, 34, 28]
+    for pace in (0.7, 1.5):
+        assert not cut([*paces, pace], [*sizes, 28], flat=40).flat.any()
+    assert not cut([*paces, 1.5], [*sizes, 38]).flat.any()  # as it grows
+
+
+def test_a_state_from_before_shifts_and_plateaus_were_kept_goes_on() -> None:
     fitter = Fitter(2)
     feed(fitter, StepModel.build(2, compute_s=1e-3), [[60, 60]] * 3)
+    known = encode(fitter.past)
+    for name in ("tracks", "plateaus"):
+        del known[name]
+    fitter.past = decode(Past, known, what="past")
+    feed(fitter, StepModel.build(2, compute_s=1e-3), [[60, 60]])
     fitter.past.tracks = []
     fit = fitter.fit()
     assert fit is not None
