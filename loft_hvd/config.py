@@ -64,6 +64,7 @@ _OF_THE_BUILD = (  # what setup.py and `make setup` read: no misspelt setting ei
     "LOFT_HVD_CACHE",
     "LOFT_HVD_CUDA",
     "LOFT_HVD_CUDA_ARCHS",
+    "LOFT_HVD_DATAGRAM",
     "LOFT_HVD_HOROVOD_CUDA",
     "LOFT_HVD_JOBS",
     "LOFT_HVD_LEVELS",

@@ -308,12 +308,12 @@ def describe_fit(fit: Fit, *, acts: bool = True) -> list[str]:
         )
         # A remote sample also waits for its share of a source that several ranks read.
         per_local, per_remote = model.local_s[rank], model.remote_s[rank] + model.shared_s[rank]
+        knee = f", no less below {fit.knee[rank]:.0f} in a pass" if fit.knee[rank] > 0 else ""
         line = (
             f"rank {rank}: fetch {1e3 * model.fetch_fixed_s[rank]:.2f} ms + "
             f"{1e3 * per_local:.3f} ms a local and {1e3 * per_remote:.3f} ms a remote sample; "
             f"compute {1e3 * max(model.compute_fixed_s[rank], 0.0):.2f} ms + "
-            f"{1e3 * model.compute_s[rank]:.3f} ms a sample"
-            f"{f', no less below {fit.flat[rank]:.0f}' if fit.flat[rank] > 0 else ''}; {hides}"
+            f"{1e3 * model.compute_s[rank]:.3f} ms a sample{knee}; {hides}"
         )
         if np.isfinite(model.hits[rank]):
             line += f"; {model.hits[rank]:.0f} samples of a global batch are local"
@@ -369,6 +369,7 @@ def fit_record(fit: Fit, ranks: Sequence[int], *, sizes: Sequence[int]) -> list[
             "error_s": float(errors[rank]),
             **{term: float(getattr(model, term)[rank]) for term in _TERMS},
             "errors": fit.term_errors(rank),
+            "knee": float(fit.knee[rank]),
             "overlap": float(model.overlap[rank]),
             "hits": float(model.hits[rank]),
             "is_poor": bool(fit.is_poor[rank]),

@@ -48,11 +48,11 @@ _MOST_SKEW = 2.0  # beyond it a step has no usual length
 _MOST_GAIN = 0.9  # of a step: no more is promised by what plans before have kept
 _COUNTS_FADE = 0.65  # a row: counts are exact, so three rows will do; measured
 
-# Computing is flat below a batch when so many cuts on end saved nothing. A cut is of so much of the
-# batch, and of twice what two times may differ by: so much of them, or two errors.
-_CUTS, _CUT, _SAME = 2, 0.12, 0.025
-_MOVED = 0.1  # of its time: a rank whose pace has changed by so much may be flat no longer
-_LESS_FLAT = 0.99  # an interval: what is believed for long is tried again
+# Cuts that save nothing show a knee. Times are the same within so much, or two standard errors; a
+# cut is of so much of the batch, and of twice that. Measured: docs/balance.md.
+_CUTS, _SAME, _CUT = 2, 0.025, 0.12
+_MOVED = 0.1  # a rank that takes so much more or less than then may have no knee there any more
+_FADING = 0.99  # of a knee is left after an interval: what is believed for long is tried again
 
 # Intervals in which shifts of pace are counted. A rank that was as fast as now, within so much of
 # the logarithm of its level, has shifted where it is farther off the next time.
@@ -75,7 +75,7 @@ class Fit:
     model: StepModel  # the fitted times
     fetch: Outlook  # of the fetch terms: fixed, local, remote, shared
     compute: Outlook  # of the compute terms: fixed, sample
-    flat: Floats  # samples of a pass below which computing takes no less; 0 where none is known
+    knee: Floats  # samples of a pass below which computing takes no less; 0 where none is known
     is_poor: Bools  # nothing is known of the rank's times
     unclear: tuple[tuple[str, ...], ...]  # for each rank the terms that its rows do not tell apart
 
@@ -101,7 +101,7 @@ class Fit:
         shown = 1.0 - self.model.overlap
         return (
             _fetch_features(local, batch - local, self.model.source),
-            passes[:, None] * _compute_features(np.maximum(batch / passes, self.flat)),
+            passes[:, None] * _compute_features(np.maximum(batch / passes, self.knee)),
             np.where(is_hidden, shown, 1.0),
             np.where(is_hidden, 1.0, shown),
         )
@@ -211,22 +211,23 @@ class Gain:
 
 
 @dataclass
-class Plateaus:
+class Knees:
     """Batches below which ranks compute no faster, told from cuts that saved nothing.
 
     A rank that gets slower while its batch is cut looks alike, but hardly to a few per cent, twice.
+    One whose time is nearly all fixed is taken to have a knee: a cut saves next to nothing there.
     """
 
-    samples: RankFloats  # of a pass; 0 where none is known
-    seconds: RankFloats  # that it took when it was found
+    samples: RankFloats  # of a pass; 0 where no knee is known
     cut_from: RankFloats  # samples before the first of the last cuts that saved nothing
-    num_cuts: RankInts  # of these, on end
+    seconds: RankFloats  # that these took
+    num_cuts: RankInts  # such cuts since
 
     @classmethod
-    def of(cls, world_size: int) -> Plateaus:
+    def of(cls, world_size: int) -> Knees:
         """Return those of a run that begins."""
-        samples, seconds, cut_from = np.zeros((3, world_size))
-        return cls(samples, seconds, cut_from, np.zeros(world_size, np.int64))
+        samples, cut_from, seconds = np.zeros((3, world_size))
+        return cls(samples, cut_from, seconds, np.zeros(world_size, np.int64))
 
     def observe(self, before: _Passes, now: _Passes, *, known: Bools) -> None:
         """Compare two intervals; ``known`` says whose times are, [world_size]."""
@@ -234,18 +235,20 @@ class Plateaus:
         near_s = np.maximum(_SAME * old_s, 2.0 * np.hypot(old_error, error))
         cut_s = old_s * (1.0 - samples / np.maximum(old, 1.0))
         is_cut = known & (samples > 0) & (cut_s > np.maximum(_CUT * old_s, 2.0 * near_s))
-        in_vain = is_cut & (np.abs(seconds - old_s) < near_s)
-        self.cut_from = np.where(in_vain & (self.num_cuts == 0), old, self.cut_from)
+        is_first = is_cut & (self.num_cuts == 0)
+        self.cut_from = np.where(is_first, old, self.cut_from)
+        self.seconds = np.where(is_first, old_s, self.seconds)
+        in_vain = is_cut & (np.abs(seconds - self.seconds) < near_s)
         self.num_cuts = np.where(is_cut, np.where(in_vain, self.num_cuts + 1, 0), self.num_cuts)
-        is_flat = in_vain & (self.num_cuts >= _CUTS)
-        self.samples = np.where(
-            is_flat, np.maximum(self.samples, self.cut_from), _LESS_FLAT * self.samples
-        )
-        self.seconds = np.where(is_flat, seconds, self.seconds)
+        fading = np.where(known, _FADING * self.samples, self.samples)
+        found = np.where(in_vain & (self.num_cuts >= _CUTS), self.cut_from, 0.0)
+        self.samples = np.maximum(np.where(fading < 1.0, 0.0, fading), found)
+        # Elsewhere than it was, or above: what was seen so far says nothing of it any more.
         moved = np.abs(seconds - self.seconds) > _MOVED * self.seconds
-        is_over = known & moved & (samples <= self.samples)
+        is_below = samples <= np.maximum(self.samples, self.cut_from)
+        is_over = known & is_below & moved
         self.samples = np.where(is_over, 0.0, self.samples)
-        self.num_cuts = np.where(is_over, 0, self.num_cuts)
+        self.num_cuts = np.where(is_over | (known & ~is_below), 0, self.num_cuts)
 
 
 @dataclass
@@ -260,12 +263,12 @@ class Past:
     valid: Annotated[list[RankBools], Shape("num_rows")]  # usable
     # Of the last ``_TRACKED`` intervals.
     tracks: Annotated[list[_Track], Shape("num_tracks")] = field(default_factory=list)
-    plateaus: Plateaus = field(default_factory=lambda: Plateaus.of(0))
+    knees: Knees = field(default_factory=lambda: Knees.of(0))
 
     def __post_init__(self) -> None:
-        """Begin with no plateaus in a state from before they were kept."""
-        if len(self.plateaus.samples) != len(self.fetch.samples):
-            self.plateaus = Plateaus.of(len(self.fetch.samples))
+        """Begin with none in a state from before they were kept."""
+        if not len(self.knees.samples):
+            self.knees = Knees.of(len(self.fetch.samples))
 
     @classmethod
     def of(cls, world_size: int) -> Past:
@@ -310,8 +313,8 @@ class Fitter:
         now = size, seconds, errors = self._of_a_pass(rows)
         if past.rows:
             before = self._of_a_pass(past.rows[-1])
-            past.plateaus.observe(before, now, known=valid & past.valid[-1])
-        features = _compute_features(np.maximum(size, past.plateaus.samples))
+            past.knees.observe(before, now, known=valid & past.valid[-1])
+        features = _compute_features(np.maximum(size, past.knees.samples))
         start = np.outer(seconds / np.maximum(size, 1.0), (0.0, 1.0))
         past.compute.observe(features, seconds, errors=errors, valid=valid, start=start)
         past.rows = [*past.rows, rows][-_NUM_ROWS:]
@@ -341,7 +344,7 @@ class Fitter:
             model=model,
             fetch=fetch,
             compute=compute,
-            flat=past.plateaus.samples,
+            knee=past.knees.samples,
             is_poor=is_poor,
             unclear=self._unclear(rows, weights, fetch, compute),
             fetch_spread=_spread(rows, weights, (FETCH, FETCH_ERROR), skew),
@@ -356,7 +359,7 @@ class Fitter:
         # Counts stay true when a rank's speed changes.
         share, hits = _fit_hits(rows[..., SIZE], rows[..., LOCAL], valid.astype(np.float64))
         fixed, slope = compute.terms.T
-        flat = self.past.plateaus.samples
+        knee = self.past.knees.samples
         fetch_s, stall_s, compute_s = (rows[..., column] for column in (FETCH, STALL, COMPUTE))
         return StepModel(
             **dict(zip(_FETCH_TERMS, fetch.terms.T, strict=True)),
@@ -364,7 +367,7 @@ class Fitter:
             hits=hits,
             compute_fixed_s=fixed,
             compute_s=slope,
-            plateau_s=np.where(flat > 0, fixed + slope * flat, 0.0),
+            plateau_s=np.where(knee > 0, fixed + slope * knee, 0.0),
             overlap=_fit_overlap(fetch_s, stall_s, compute_s, weights),
             source=self.source,
             pass_size=self.pass_size,
@@ -377,7 +380,7 @@ class Fitter:
         row, shares = rows[-1], _shares(rows, weights)
         features = (
             _fetch_features(row[:, LOCAL], row[:, REMOTE], self.source),
-            _compute_features(self._of_a_pass(row)[0]),
+            _compute_features(np.maximum(self._of_a_pass(row)[0], self.past.knees.samples)),
         )
         names: list[list[str]] = [[] for _ in self.source]
         parts = ((fetch, _FETCH_TERMS), (compute, _COMPUTE_TERMS))

@@ -45,7 +45,8 @@ from loft_hvd.errors import ArgumentError, PlanError
 __all__ = ["DEAD_BAND", "Forecast", "Loft", "LoftState", "Measured"]
 
 DEAD_BAND = 0.01  # of the step: docs/balance.md
-_LEAST_GAIN = 0.006  # of the step: a gain that is smaller, or below its standard error, is none
+# Of the step, and of its own standard error: a gain that is smaller is none.
+_LEAST_GAIN, _LEAST_ERRORS = 0.006, 1.1
 # The trust region: a batch is at most so many times the largest proven, and at least the present
 # one over so many, so a wrong forecast cannot cost more.
 _GROWTH, _SHRINKING = 2, 4
@@ -138,7 +139,7 @@ def _is_longer(interval: Interval, rival: Measured) -> bool:
 
 def _counts(gain: Gain) -> bool:
     """Say whether a gain counts; never one that is NaN, as a model of odd times may have it."""
-    return gain.share >= max(_LEAST_GAIN, gain.error)
+    return gain.share >= max(_LEAST_GAIN, _LEAST_ERRORS * gain.error)
 
 
 def _why_not(best: Gain, left: Gain, bars: Sequence[str], *, lost: float, dead_band: float) -> str:
@@ -174,8 +175,8 @@ class Loft(Policy):
 
     Args:
         dead_band: the price of a change, as a share of the step over an interval: a change is made
-            once waiting should have cost as much. 0 takes any gain of 0.6 % that is above its own
-            standard error.
+            once waiting should have cost as much. 0 takes any gain of 0.6 % that is above 1.1 of
+            its own standard error.
         solver: "grid" (LOFT's adaptive grid search) or "exact" (bisection).
         source: number of the shared source each rank fetches from, -1 for none, [world_size];
             None takes what a loader's ``Placement`` says.

@@ -100,6 +100,7 @@ class _LoggedFit:
     overlap: float
     is_poor: bool
     unclear: list[str]
+    knee: float = 0.0  # samples of a pass below which computing takes no less
     error_s: float = math.nan  # standard error of ``predicted_s``
     errors: dict[str, float] = field(default_factory=dict)  # of the terms; none in older logs
 
@@ -339,6 +340,7 @@ def _model(
     times = [run.times[fit.rank] for fit in fits]
     return DeviceModel(
         **terms,
+        knee=statistics.median(fit.knee for fit in fits),
         overlap=statistics.median(fit.overlap for fit in fits),
         noise=min(statistics.median(map(_noise, times)), 1.0),
         skew=_skew(times),

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from loft_hvd.balance.explain import describe_fit, fit_record
 from loft_hvd.balance.fit import Fit, Fitter, Past
 from loft_hvd.balance.interval import COLUMNS, COMPUTE, FETCH, Interval
 from loft_hvd.balance.latency import StepModel
@@ -214,48 +215,102 @@ def test_shifts_of_many_ranks_count_up_to_a_bound() -> None:
     assert chances.sum() == pytest.approx(0.9)
 
 
-def cut(paces: list[float], sizes: list[int], *, flat: float = 0.0) -> Fit:
-    """Return what is known of two ranks of 1 ms a sample, the second paced and flat as given."""
-    fitter = Fitter(2)
+def cut(
+    paces: Sequence[float],
+    sizes: Sequence[int],
+    *,
+    knee: float = 0.0,
+    fixed_s: float = 0.0,
+    most: int = 0,
+) -> Fitter:
+    """Return what two ranks of 1 ms a sample show, the second paced and with a knee as given.
+
+    Where it is paced by 0 nothing is heard of it. A pass has ``most`` samples at most, 0 for any.
+    """
+    fitter = Fitter(2, pass_size=most or np.inf)
     for number, (pace, size) in enumerate(zip(paces, sizes, strict=True)):
-        model = StepModel.build(2, compute_s=[1e-3, pace * 1e-3], plateau_s=[0, pace * flat * 1e-3])
-        feed(fitter, model, [[60, size]], noise=0.003, seed=number)
+        model = StepModel.build(
+            2,
+            compute_s=[1e-3, max(pace, 1.0) * 1e-3],
+            compute_fixed_s=[0, fixed_s],
+            plateau_s=[0, pace * knee * 1e-3],
+            pass_size=most or np.inf,
+        )
+        rows, step_s = measure(model, (60, size), seed=[number], noise=0.003, steps=20)
+        heard = np.array([True, pace > 0])
+        fitter.add(Interval(0, np.array([60, size]), rows, heard, step_s))
+    return fitter
+
+
+def known(fitter: Fitter) -> Fit:
     fit = fitter.fit()
     assert fit is not None
     return fit
 
 
-def test_a_batch_below_which_computing_takes_no_less_is_found_by_two_cuts_in_vain() -> None:
-    times = [64, 64, 50, 40, 34, 28]
-    once, twice = cut([1] * 5, times[:5], flat=40), cut([1] * 6, times, flat=40)
-    assert not once.flat.any()
-    assert twice.flat.tolist() == [0, 40]
-    assert twice.model.times([60, 6])[1] == pytest.approx(0.040, rel=0.03)
-    assert twice.model.times([60, 64])[1] == pytest.approx(0.064, rel=0.1)
+# Above the knee of 40 twice, then below.
+CUTS = [64, 64, 50, 40, 34, 28]
 
 
-def test_a_rank_that_gets_slower_while_it_is_cut_is_not_flat() -> None:
-    assert not cut([1, 1, 1.2, 1.6, 2.2, 2.4], [64, 64, 50, 40, 32, 26]).flat.any()
+def test_a_knee_is_found_by_two_cuts_in_vain() -> None:
+    assert not known(cut([1] * 5, CUTS[:5], knee=40)).knee.any()
+    fit = known(cut([1] * 6, CUTS, knee=40))
+    assert fit.knee.tolist() == [0, 40]
+    assert fit.model.times([60, 6])[1] == pytest.approx(0.040, rel=0.03)
+    assert fit.model.times([60, 64])[1] == pytest.approx(0.064, rel=0.1)
+    assert "a sample, no less below 40 in a pass;" in "".join(describe_fit(fit))
 
 
-def test_a_rank_that_is_as_fast_as_its_batch_is_small_is_not_flat() -> None:
-    assert not cut([1] * 6, [64, 64, 50, 40, 32, 26]).flat.any()
+def test_what_is_logged_of_a_rank_with_a_knee_makes_up_what_is_foretold() -> None:
+    [logged] = fit_record(known(cut([1] * 6, CUTS, knee=40)), [1], sizes=[60, 28])
+    samples = max(28, logged["knee"])
+    due = logged["compute_fixed_s"] + logged["compute_s"] * samples
+    assert logged["predicted_s"] == pytest.approx(due)
+    assert due == pytest.approx(0.040, rel=0.03)
 
 
-def test_where_a_rank_is_flat_is_asked_again_once_its_pace_changes() -> None:
-    paces, sizes = [1.0] * 6, [64, 64, 50, 40, 34, 28]
-    for pace in (0.7, 1.5):
-        assert not cut([*paces, pace], [*sizes, 28], flat=40).flat.any()
-    assert not cut([*paces, 1.5], [*sizes, 38]).flat.any()  # as it grows
+def test_a_knee_is_of_a_pass() -> None:
+    fit = known(cut([1] * 8, [160, 160, 128, 100, 80, 64, 54, 44], knee=40, most=32))
+    assert fit.knee[1] == pytest.approx(32, abs=2)
 
 
-def test_a_state_from_before_shifts_and_plateaus_were_kept_goes_on() -> None:
+@pytest.mark.parametrize(
+    ("paces", "sizes"),
+    [
+        ([1] * 6, CUTS),  # nothing happens but the cuts
+        ([1, 1, 1.2, 1.6, 2.2, 2.4], CUTS),  # slower in each
+        # As much slower as it is cut, twice, and as fast as ever between.
+        ([1, 1, 1.25, 1, 1, 1, 1, 1.2], [200, 200, 160, 144, 129, 116, 104, 88]),
+    ],
+)
+def test_who_computes_in_proportion_has_no_knee(paces: list[float], sizes: list[int]) -> None:
+    assert not known(cut(paces, sizes)).knee.any()
+
+
+def test_a_rank_that_is_fixed_by_four_fifths_has_no_knee() -> None:
+    assert not known(cut([1] * 6, CUTS, fixed_s=0.25)).knee.any()
+
+
+@pytest.mark.parametrize(("pace", "size"), [(0.7, 28), (1.5, 28), (1.5, 38)])
+def test_a_knee_is_forgotten_once_the_pace_changes(pace: float, size: int) -> None:
+    assert not known(cut([1] * 6 + [pace], [*CUTS, size], knee=40)).knee.any()
+
+
+def test_a_knee_fades_while_its_rank_is_heard_of_until_it_is_tried_again() -> None:
+    heard = cut([1] * 30, CUTS + [28] * 24, knee=40)
+    silent = cut([1] * 6 + [0] * 24, CUTS + [28] * 24, knee=40)
+    assert known(heard).knee[1] == pytest.approx(40 * 0.99**24)
+    assert known(silent).knee[1] == 40
+    assert not known(cut([1] * 400, CUTS + [28] * 394, knee=40)).knee.any()
+
+
+def test_a_state_from_before_shifts_and_knees_were_kept_goes_on() -> None:
     fitter = Fitter(2)
     feed(fitter, StepModel.build(2, compute_s=1e-3), [[60, 60]] * 3)
-    known = encode(fitter.past)
-    for name in ("tracks", "plateaus"):
-        del known[name]
-    fitter.past = decode(Past, known, what="past")
+    state = encode(fitter.past)
+    for name in ("tracks", "knees"):
+        del state[name]
+    fitter.past = decode(Past, state, what="past")
     feed(fitter, StepModel.build(2, compute_s=1e-3), [[60, 60]])
     fitter.past.tracks = []
     fit = fitter.fit()

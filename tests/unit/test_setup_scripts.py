@@ -646,10 +646,11 @@ def test_build_tools_are_installed_alone_first_and_each_set_once(
         ("avx2", "avx2,avx512", False),
         ("avx2", "all", False),
         ("", "native", False),
-        ("native", "lean", True),
-        ("avx2", "lean", True),
-        ("lean", "native", False),
-        ("", "lean", False),
+        ("native", "demo", True),
+        ("avx2", "demo", True),
+        ("demo", "native", False),
+        ("demo", "lean", False),
+        ("", "demo", False),
     ],
 )
 def test_extension_with_more_levels_serves_where_fewer_are_wanted(
@@ -661,8 +662,8 @@ def test_extension_with_more_levels_serves_where_fewer_are_wanted(
 def test_levels_are_native_unless_named_and_have_one_form() -> None:
     assert wanted_levels({}) == wanted_levels({"LOFT_HVD_LEVELS": ""}) == "native"
     assert wanted_levels({"LOFT_HVD_LEVELS": "avx512, avx2"}) == "avx2,avx512"
-    assert wanted_levels({}, default="lean") == "lean"
-    assert wanted_levels({"LOFT_HVD_LEVELS": "all"}, default="lean") == "all"
+    assert wanted_levels({}, default="demo") == "demo"
+    assert wanted_levels({"LOFT_HVD_LEVELS": "all"}, default="demo") == "all"
 
 
 @pytest.fixture
@@ -676,13 +677,13 @@ def build_extension(
     (tmp_path / "loft_hvd" / "_loft.cpython-311.so").write_text("")
     facts = replace(_FACTS, dists={"loft-hvd": "0.1.0"})
 
-    def build(levels: str, ends: str = "exit 0") -> list[str]:
+    def build(levels: str, ends: str = "exit 0", default: str = "native") -> list[str]:
         said = "$LOFT_HVD_LEVELS$LOFT_HVD_DATAGRAM"
         _script(environment.python, f'[ "$2" = pip ] || exit 0; echo {said} >> {log}; {ends}')
         monkeypatch.setenv("LOFT_HVD_LEVELS", levels)
         runner = Runner(tmp_path / "log")
         with extension_build(
-            environment, tmp_path, facts=facts, compiler=_GXX, runner=runner
+            environment, tmp_path, facts=facts, compiler=_GXX, runner=runner, levels=default
         ) as extension:
             extension.finish(environment)
         return log.read_text().split()
@@ -699,12 +700,20 @@ def test_demo_after_the_tests_builds_nothing_and_tests_after_the_demo_add_levels
     assert build_extension("", "exit 0") == ["native", "all"]
 
 
-def test_a_lean_build_has_no_datagrams_until_more_is_wanted(
-    build_extension: Callable[[str, str], list[str]],
+def test_the_demos_build_has_no_datagrams_until_more_is_wanted(
+    build_extension: Callable[[str, str, str], list[str]],
 ) -> None:
-    assert build_extension("lean", "exit 0") == ["lean0"]
-    assert build_extension("", "exit 0") == ["lean0", "native"]
-    assert build_extension("lean", "exit 0") == ["lean0", "native"]
+    assert build_extension("", "exit 0", "demo") == ["lean0"]
+    assert build_extension("lean", "exit 0", "native") == ["lean0", "lean"]
+    assert build_extension("", "exit 0", "demo") == ["lean0", "lean"]
+    assert build_extension("", "exit 0", "native") == ["lean0", "lean", "native"]
+
+
+def test_the_demos_build_has_datagrams_where_they_are_asked_for(
+    build_extension: Callable[[str, str, str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOFT_HVD_DATAGRAM", "1")
+    assert build_extension("", "exit 0", "demo") == ["lean1"]
 
 
 def test_build_that_failed_is_done_again(
