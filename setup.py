@@ -64,7 +64,7 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             f"-DLOFT_LEVELS={self._levels()}",
             f"-DLOFT_CUDA={os.environ.get('LOFT_HVD_CUDA', 'auto') or 'auto'}",
-            f"-DLOFT_DATAGRAM={os.environ.get('LOFT_HVD_DATAGRAM', '1') or '1'}",
+            f"-DLOFT_DATAGRAM={int(self._wants_datagrams())}",
             f"-DLOFT_WERROR={os.environ.get('LOFT_HVD_WERROR', '0') or '0'}",
         ]
         archs = os.environ.get("LOFT_HVD_CUDA_ARCHS")
@@ -80,8 +80,10 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
         subprocess.run([cmake, "--build", str(folder), "--parallel", jobs], check=True)
         # A second one is optional, and found beside the first.
         built = list(folder.glob(f"{ext.name.rpartition('.')[2]}.*so"))
-        if ext.optional and os.environ.get("LOFT_HVD_DATAGRAM") == "0":
-            for file in (*built, target):  # of an earlier build, maybe of other sources
+        if ext.optional and not self._wants_datagrams():
+            # Of an earlier build, maybe of other sources.
+            in_place = [ROOT / "loft_hvd" / target.name] if self._is_local() else []
+            for file in (*built, target, *in_place):
                 file.unlink(missing_ok=True)
         elif built:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +93,16 @@ class CMakeBuild(build_ext):  # type: ignore[misc]  # its base is untyped
 
     def _levels(self) -> str:
         """Return the instruction sets to build: a checkout runs here, a wheel anywhere."""
-        is_local = self.inplace or self.editable_mode
-        return os.environ.get("LOFT_HVD_LEVELS") or ("native" if is_local else "all")
+        return os.environ.get("LOFT_HVD_LEVELS") or ("native" if self._is_local() else "all")
+
+    def _is_local(self) -> bool:
+        """Say whether it is for this checkout."""
+        return bool(self.inplace or self.editable_mode)
+
+    @staticmethod
+    def _wants_datagrams() -> bool:
+        """Say whether their module is to be built."""
+        return os.environ.get("LOFT_HVD_DATAGRAM") != "0"
 
     @staticmethod
     def _forget_another_environment(folder: Path, asked: str) -> None:

@@ -87,7 +87,7 @@ def _set_up(root: Path, environ: Mapping[str, str], *, is_for_demo: bool) -> Non
     if problems or compiler is None:
         raise SetupError("\n".join(problems))
     folder, requirements = root / "build" / "setup", root / "requirements"
-    files, levels = (DEMO_FILES, "lean") if is_for_demo else (PIN_FILES, "native")
+    files, levels = (DEMO_FILES, "demo") if is_for_demo else (PIN_FILES, "native")
     with exclusive(folder / "lock", timeout_s=_LOCK_TIMEOUT_S) as lock:
         runner = Runner(folder / "setup.log", held=(lock,))
         beside = Runner(folder / "extension.log", held=(lock,))  # two at once, two logs

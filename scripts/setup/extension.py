@@ -39,9 +39,9 @@ def has_levels(built: str, wanted: str) -> bool:
     """Return whether an extension built with the levels ``built`` will do where ``wanted`` are.
 
     "all" holds every level, so `make setup` after `make test` compiles nothing. What "native" holds
-    is known to the build alone, so it stands for itself and for "lean", which any build holds.
+    is known to the build alone, so it stands for itself and for "demo", which any build holds.
     """
-    if built == "all" or (built and wanted == "lean"):
+    if built == "all" or (built and wanted == "demo"):
         return True
     return set(wanted.split(",")) <= set(built.split(","))
 
@@ -91,7 +91,8 @@ def extension_build(
 ) -> Iterator[ExtensionBuild]:
     """Start building loft_hvd unless it is built and installed already; end it with the block.
 
-    ``levels`` are the instruction sets that kernels are built for unless the user names others.
+    ``levels`` are the instruction sets that kernels are built for unless the user names others, or
+    "demo": the general kernels, and no datagrams.
 
     It needs the tools of ``requirements/build.txt`` and nothing else, no torch: that lets it run
     while pip fetches the other packages and while Horovod is compiled.
@@ -113,12 +114,14 @@ def extension_build(
     stamp.unlink(missing_ok=True)  # an interrupted build must not be taken for a finished one
     words = ["install", "-v", "--no-build-isolation", "--no-deps", "-e", str(root)]
     env = {**environment.environ(), "CXX": compiler.path, "LOFT_HVD_LEVELS": wanted}
+    if wanted == "demo":  # datagrams are a quarter of what is to compile
+        env |= {"LOFT_HVD_LEVELS": "lean"}
+        env["LOFT_HVD_DATAGRAM"] = env.get("LOFT_HVD_DATAGRAM") or "0"
     # Nicer than Horovod's build: its last long compilations then have a core to themselves, and
     # the other core has these shorter ones to do.
     command = ["nice", "-n", "10", *environment.pip(*words)]
     say(f"setup: loft_hvd and its extension, levels {wanted}: the build begins")
-    if wanted == "lean":
-        env["LOFT_HVD_DATAGRAM"] = "0"  # a quarter of what is to compile
+    if wanted == "demo":
         say(
             "setup:   with the general kernels alone and without datagrams; `make setup` builds "
             "them, and the kernels of this machine"
