@@ -3,9 +3,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools  # type: ignore[import-untyped]  # ships no types
 
 from scripts.setup import horovod as horovod_step
 from scripts.setup import machine
@@ -714,6 +717,30 @@ def test_the_demos_build_has_datagrams_where_they_are_asked_for(
 ) -> None:
     monkeypatch.setenv("LOFT_HVD_DATAGRAM", "1")
     assert build_extension("", "exit 0", "demo") == ["lean1"]
+
+
+@pytest.mark.parametrize(("wanted", "is_kept"), [("0", False), ("1", True), ("", True)])
+def test_a_build_in_place_without_datagrams_leaves_none_of_an_earlier_one(
+    wanted: str, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    made: Any = runpy.run_path(str(_ROOT / "setup.py"))
+    build = made["CMakeBuild"](setuptools.Distribution())
+    build.initialize_options()
+    build.inplace, build.build_lib, build.debug = True, str(tmp_path / "lib"), False
+    monkeypatch.setitem(build.build_extension.__globals__, "ROOT", tmp_path)
+    cmake = _script(tmp_path / "cmake", "exit 0")
+    monkeypatch.setitem(build.build_extension.__globals__, "_tool", lambda name: cmake)
+    file = f"_loft_datagram{sysconfig.get_config_var('EXT_SUFFIX')}"
+    monkeypatch.setattr(build, "get_ext_fullpath", lambda name: str(tmp_path / "lib" / file))
+    folder = tmp_path / "build" / f"{sys.implementation.cache_tag}-release"
+    earlier = [folder / file, tmp_path / "lib" / file, tmp_path / "loft_hvd" / file]
+    for path in earlier:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("of earlier sources")
+    monkeypatch.setenv("LOFT_HVD_DATAGRAM", wanted)
+    build.build_extension(setuptools.Extension("loft_hvd._loft_datagram", [], optional=True))
+    assert [path.exists() for path in earlier] == [is_kept] * 3
 
 
 def test_build_that_failed_is_done_again(
