@@ -219,15 +219,16 @@ class Knees:
     """
 
     samples: RankFloats  # of a pass; 0 where no knee is known
+    seconds: RankFloats  # that it took when it was found
     cut_from: RankFloats  # samples before the first of the last cuts that saved nothing
-    seconds: RankFloats  # that these took
+    cut_from_s: RankFloats  # seconds that these took
     num_cuts: RankInts  # such cuts since
 
     @classmethod
     def of(cls, world_size: int) -> Knees:
         """Return those of a run that begins."""
-        samples, cut_from, seconds = np.zeros((3, world_size))
-        return cls(samples, cut_from, seconds, np.zeros(world_size, np.int64))
+        samples, seconds, cut_from, cut_from_s = np.zeros((4, world_size))
+        return cls(samples, seconds, cut_from, cut_from_s, np.zeros(world_size, np.int64))
 
     def observe(self, before: _Passes, now: _Passes, *, known: Bools) -> None:
         """Compare two intervals; ``known`` says whose times are, [world_size]."""
@@ -237,18 +238,24 @@ class Knees:
         is_cut = known & (samples > 0) & (cut_s > np.maximum(_CUT * old_s, 2.0 * near_s))
         is_first = is_cut & (self.num_cuts == 0)
         self.cut_from = np.where(is_first, old, self.cut_from)
-        self.seconds = np.where(is_first, old_s, self.seconds)
-        in_vain = is_cut & (np.abs(seconds - self.seconds) < near_s)
-        self.num_cuts = np.where(is_cut, np.where(in_vain, self.num_cuts + 1, 0), self.num_cuts)
-        fading = np.where(known, _FADING * self.samples, self.samples)
-        found = np.where(in_vain & (self.num_cuts >= _CUTS), self.cut_from, 0.0)
-        self.samples = np.maximum(np.where(fading < 1.0, 0.0, fading), found)
-        # Elsewhere than it was, or above: what was seen so far says nothing of it any more.
-        moved = np.abs(seconds - self.seconds) > _MOVED * self.seconds
-        is_below = samples <= np.maximum(self.samples, self.cut_from)
-        is_over = known & is_below & moved
-        self.samples = np.where(is_over, 0.0, self.samples)
-        self.num_cuts = np.where(is_over | (known & ~is_below), 0, self.num_cuts)
+        self.cut_from_s = np.where(is_first, old_s, self.cut_from_s)
+        in_vain = is_cut & (np.abs(seconds - self.cut_from_s) < near_s)
+        # What was seen of cuts says nothing after one that saved, above them, or at another pace.
+        is_other = (is_cut & ~in_vain) | (samples > self.cut_from)
+        is_other |= _has_moved(seconds, self.cut_from_s)
+        num_cuts = np.where(is_other, 0, self.num_cuts + in_vain)
+        self.num_cuts = np.where(known, num_cuts, self.num_cuts)
+        is_over = (samples <= self.samples) & _has_moved(seconds, self.seconds)
+        fading = np.where(is_over | (self.samples < 1.0), 0.0, _FADING * self.samples)
+        is_knee = in_vain & (self.num_cuts >= _CUTS) & (self.cut_from > fading)
+        self.seconds = np.where(is_knee, self.cut_from_s, self.seconds)
+        self.samples = np.where(known, np.where(is_knee, self.cut_from, fading), self.samples)
+
+
+def _has_moved(seconds: Floats, before: Floats) -> Bools:
+    """Say which ranks take much more, or less, than before."""
+    moved: Bools = np.abs(seconds - before) > _MOVED * before
+    return moved
 
 
 @dataclass

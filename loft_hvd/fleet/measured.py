@@ -340,7 +340,7 @@ def _model(
     times = [run.times[fit.rank] for fit in fits]
     return DeviceModel(
         **terms,
-        knee=statistics.median(fit.knee for fit in fits),
+        knee=max(statistics.median_low(fit.knee for fit in fits), 0.0),
         overlap=statistics.median(fit.overlap for fit in fits),
         noise=min(statistics.median(map(_noise, times)), 1.0),
         skew=_skew(times),

@@ -15,7 +15,7 @@ from scripts.setup.state import digest, read_stamp, write_stamp
 
 __all__ = ["ExtensionBuild", "extension_build", "has_gpu", "has_levels", "source_files"]
 
-_OPTIONS = ("LOFT_HVD_CUDA", "LOFT_HVD_CUDA_ARCHS", "LOFT_HVD_DATAGRAM", "LOFT_HVD_WERROR")
+_OPTIONS = ("LOFT_HVD_CUDA", "LOFT_HVD_CUDA_ARCHS", "LOFT_HVD_WERROR")
 
 
 def source_files(root: Path) -> list[Path]:
@@ -39,9 +39,12 @@ def has_levels(built: str, wanted: str) -> bool:
     """Return whether an extension built with the levels ``built`` will do where ``wanted`` are.
 
     "all" holds every level, so `make setup` after `make test` compiles nothing. What "native" holds
-    is known to the build alone, so it stands for itself and for "demo", which any build holds.
+    is known to the build alone, so it stands for itself and for "lean", which any build holds but
+    the demo's: that has no datagrams, and serves the demo alone.
     """
     if built == "all" or (built and wanted == "demo"):
+        return True
+    if wanted == "lean" and built not in ("", "demo"):
         return True
     return set(wanted.split(",")) <= set(built.split(","))
 
@@ -98,11 +101,15 @@ def extension_build(
     while pip fetches the other packages and while Horovod is compiled.
     """
     options = [f"{name}={os.environ.get(name, '')}" for name in _OPTIONS]
+    # Nothing and 1 ask for the same, but where the demo is built first.
+    options.append(f"datagrams={os.environ.get('LOFT_HVD_DATAGRAM') != '0'}")
     parts = [compiler.identity, facts.abi, facts.platform, *options]
     if has_gpu():  # the CUDA half is then built by default
         parts.append("gpu")
     key = f"{root} {digest(parts, source_files(root))}"
     wanted = wanted_levels(os.environ, default=levels)
+    if wanted == "demo" and os.environ.get("LOFT_HVD_DATAGRAM"):
+        wanted = "lean"  # which has datagrams, or not, as they are asked for
     stamp = environment.stamps / "extension"
     before, _, built = read_stamp(stamp).rpartition(" ")
     # The file is looked for as well: `make clean` and `git clean` remove it and leave the stamp.
@@ -115,17 +122,15 @@ def extension_build(
     words = ["install", "-v", "--no-build-isolation", "--no-deps", "-e", str(root)]
     env = {**environment.environ(), "CXX": compiler.path, "LOFT_HVD_LEVELS": wanted}
     if wanted == "demo":  # datagrams are a quarter of what is to compile
-        env |= {"LOFT_HVD_LEVELS": "lean"}
-        env["LOFT_HVD_DATAGRAM"] = env.get("LOFT_HVD_DATAGRAM") or "0"
+        env |= {"LOFT_HVD_LEVELS": "lean", "LOFT_HVD_DATAGRAM": "0"}
     # Nicer than Horovod's build: its last long compilations then have a core to themselves, and
     # the other core has these shorter ones to do.
     command = ["nice", "-n", "10", *environment.pip(*words)]
     say(f"setup: loft_hvd and its extension, levels {wanted}: the build begins")
-    if wanted == "demo":
-        say(
-            "setup:   with the general kernels alone and without datagrams; `make setup` builds "
-            "them, and the kernels of this machine"
-        )
+    if wanted in ("demo", "lean"):
+        say("setup:   with the general kernels alone; `make setup` builds those of this machine")
+    if env.get("LOFT_HVD_DATAGRAM") == "0":
+        say("setup:   without datagrams (LOFT_HVD_DATAGRAM=1 builds them, and `make setup`)")
     with runner.start(command, env=env, cwd=root, what="building the extension") as running:
         yield ExtensionBuild(stamp, f"{key} {wanted}", running)
 

@@ -222,6 +222,7 @@ def cut(
     knee: float = 0.0,
     fixed_s: float = 0.0,
     most: int = 0,
+    noise: float = 0.003,
 ) -> Fitter:
     """Return what two ranks of 1 ms a sample show, the second paced and with a knee as given.
 
@@ -236,7 +237,7 @@ def cut(
             plateau_s=[0, pace * knee * 1e-3],
             pass_size=most or np.inf,
         )
-        rows, step_s = measure(model, (60, size), seed=[number], noise=0.003, steps=20)
+        rows, step_s = measure(model, (60, size), seed=[number], noise=noise, steps=20)
         heard = np.array([True, pace > 0])
         fitter.add(Interval(0, np.array([60, size]), rows, heard, step_s))
     return fitter
@@ -294,6 +295,29 @@ def test_a_rank_that_is_fixed_by_four_fifths_has_no_knee() -> None:
 @pytest.mark.parametrize(("pace", "size"), [(0.7, 28), (1.5, 28), (1.5, 38)])
 def test_a_knee_is_forgotten_once_the_pace_changes(pace: float, size: int) -> None:
     assert not known(cut([1] * 6 + [pace], [*CUTS, size], knee=40)).knee.any()
+
+
+@pytest.mark.parametrize("sizes", [[64], [64, 50], [64, 38], [52, 40], [64, 50, 38, 34, 28]])
+def test_a_knee_stays_while_its_rank_goes_above_it_and_back(sizes: list[int]) -> None:
+    fit = known(cut([1] * (6 + len(sizes)), [*CUTS, *sizes], knee=40))
+    assert fit.knee[1] == pytest.approx(40, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("paces", "sizes"),
+    [
+        # One cut in vain each time, and another pace, or a larger batch, between.
+        ([1, 1.25, 1.4, 1.75], [100, 80, 80, 64]),
+        ([1, 1.25, 1, 1.25], [100, 80, 120, 96]),
+    ],
+)
+def test_cuts_in_vain_count_only_on_end(paces: list[float], sizes: list[int]) -> None:
+    assert not known(cut(paces, sizes)).knee.any()
+
+
+def test_a_cut_that_times_could_hide_shows_no_knee() -> None:
+    assert known(cut([1] * 6, CUTS, knee=40)).knee[1] == 40
+    assert known(cut([1] * 6, CUTS, knee=40, noise=0.3)).knee[1] == 0
 
 
 def test_a_knee_fades_while_its_rank_is_heard_of_until_it_is_tried_again() -> None:

@@ -69,7 +69,7 @@ def test_what_waiting_costs_adds_up_to_the_price_of_a_change() -> None:
     model = StepModel.build(2, compute_s=np.array([1.0, 1.1]) * 1e-3)
     # That it is more than chance is known by the third.
     changed_at = []
-    for dead_band, least, most in ((0.0, 1, 3), (0.03, 1, 3), (0.20, 4, 8)):
+    for dead_band, least, most in ((0.0, 3, 3), (0.03, 3, 3), (0.20, 4, 8)):
         controller = Controller(2048, 2, Loft(dead_band=dead_band))
         plans = drive(lambda _: model, controller, intervals=14, seed=0, noise=0.001)
         changed_at.append(next(at for at, sizes in enumerate(plans) if sizes != plans[0]))

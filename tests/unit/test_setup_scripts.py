@@ -710,13 +710,17 @@ def test_the_demos_build_has_no_datagrams_until_more_is_wanted(
     assert build_extension("lean", "exit 0", "native") == ["lean0", "lean"]
     assert build_extension("", "exit 0", "demo") == ["lean0", "lean"]
     assert build_extension("", "exit 0", "native") == ["lean0", "lean", "native"]
+    assert build_extension("lean", "exit 0", "native") == ["lean0", "lean", "native"]
 
 
 def test_the_demos_build_has_datagrams_where_they_are_asked_for(
     build_extension: Callable[[str, str, str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert build_extension("", "exit 0", "demo") == ["lean0"]
     monkeypatch.setenv("LOFT_HVD_DATAGRAM", "1")
-    assert build_extension("", "exit 0", "demo") == ["lean1"]
+    assert build_extension("", "exit 0", "demo") == ["lean0", "lean1"]
+    monkeypatch.delenv("LOFT_HVD_DATAGRAM")
+    assert build_extension("", "exit 0", "demo") == ["lean0", "lean1"]
 
 
 @pytest.mark.parametrize(("wanted", "is_kept"), [("0", False), ("1", True), ("", True)])
