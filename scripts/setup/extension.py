@@ -127,10 +127,8 @@ def extension_build(
     # the other core has these shorter ones to do.
     command = ["nice", "-n", "10", *environment.pip(*words)]
     say(f"setup: loft_hvd and its extension, levels {wanted}: the build begins")
-    if wanted in ("demo", "lean"):
-        say("setup:   with the general kernels alone; `make setup` builds those of this machine")
-    if env.get("LOFT_HVD_DATAGRAM") == "0":
-        say("setup:   without datagrams (LOFT_HVD_DATAGRAM=1 builds them, and `make setup`)")
+    if wanted == "demo":
+        say("setup:   the general kernels, no datagrams; `make setup` builds all for this machine")
     with runner.start(command, env=env, cwd=root, what="building the extension") as running:
         yield ExtensionBuild(stamp, f"{key} {wanted}", running)
 

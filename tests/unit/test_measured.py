@@ -195,11 +195,21 @@ def test_a_time_is_known_less_well_far_from_the_batches_measured(tmp_path: Path,
     assert plan.p05_s + plan.p95_s == pytest.approx(2 * plan.total_s)
 
 
+def test_a_knee_is_that_of_the_log(tmp_path: Path, log: str) -> None:
+    def bend(entry: dict[str, Any]) -> None:
+        entry["ranks"][0]["knee"] = 20.0
+
+    models = with_logs(FLEET, job_of(tmp_path, changed(log, "fit", bend)), now_s=0.0)[0].models
+    assert (models["A"].knee, models["B"].knee) == (20.0, 0.0)
+    assert models["A"].plateau_s == pytest.approx(20 * SECONDS[0], rel=0.02)
+
+
 def test_logs_of_an_earlier_version_are_read(tmp_path: Path, log: str) -> None:
     def of_then(entry: dict[str, Any]) -> None:
         entry.pop("nodes", None)
         for rank in entry.get("ranks", []):
             rank.pop("errors", None)
+            rank.pop("knee", None)
 
     text = changed(changed(log, "run", of_then), "fit", of_then)
     older, newer = (with_logs(FLEET, job_of(tmp_path, each), now_s=0.0) for each in (text, log))
