@@ -18,9 +18,9 @@ from loft_hvd.balance.balancer import Balancer
 from loft_hvd.config import config
 from loft_hvd.errors import ArgumentError, ArgumentTypeError, UsageError
 from loft_hvd.optimizer.replicas import ReplicaCheck
-from loft_hvd.optimizer.scalers import tell_of_unscaling
 from loft_hvd.pipeline.gradients import Untouched
 from loft_hvd.pipeline.passes import Passes
+from loft_hvd.pipeline.scalers import tell_of_unscaling
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel, Transport, watch_of
 from loft_hvd.transport.waits import waiting

@@ -46,7 +46,6 @@ from loft_hvd.optimizer.options import (
 )
 from loft_hvd.optimizer.parameters import check_whole, parts_error
 from loft_hvd.optimizer.replicas import compare_batches
-from loft_hvd.optimizer.scalers import ScaleCheck, tell_of_unscaling
 from loft_hvd.pipeline.buckets import Bucket, Slot
 from loft_hvd.pipeline.engine import Engine
 from loft_hvd.pipeline.gradients import copy_scaled
@@ -54,6 +53,7 @@ from loft_hvd.pipeline.link_log import LinkLog
 from loft_hvd.pipeline.momentum import Blend, LossScaler, WorkerMomentum
 from loft_hvd.pipeline.passes import Passes, StepSource
 from loft_hvd.pipeline.ring import Owners, flat_exchange
+from loft_hvd.pipeline.scalers import ScaleCheck, tell_of_unscaling
 from loft_hvd.pipeline.selection import Scope, check_scope
 from loft_hvd.pipeline.suspicion.judgement import Judgement, Watching
 from loft_hvd.pipeline.suspicion.report import SuspicionReport

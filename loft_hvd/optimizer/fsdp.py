@@ -43,7 +43,6 @@ from loft_hvd.optimizer.options import (
     EqualBatches,
 )
 from loft_hvd.optimizer.replicas import compare_batches
-from loft_hvd.optimizer.scalers import ScaleCheck, tell_of_unscaling
 from loft_hvd.optimizer.sharded import (
     Scatter,
     ShardedGroup,
@@ -60,6 +59,7 @@ from loft_hvd.pipeline.momentum import (
     check_state,
 )
 from loft_hvd.pipeline.passes import Passes, StepSource
+from loft_hvd.pipeline.scalers import ScaleCheck, tell_of_unscaling
 from loft_hvd.pipeline.scatter import ScatterExchanges
 from loft_hvd.pipeline.selection import Scope, check_scope
 from loft_hvd.pipeline.suspicion.judgement import Judgement, Watching

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.config import config
-from loft_hvd.optimizer.scalers import ScaleCheck
+from loft_hvd.pipeline.scalers import ScaleCheck
 from loft_hvd.transport.agreement import check_agreement, digest
 from loft_hvd.transport.base import Channel
 

@@ -34,10 +34,10 @@ from loft_hvd.optimizer.options import (
     check_passes,
     check_step,
 )
-from loft_hvd.optimizer.scalers import tell_of_unscaling
 from loft_hvd.optimizer.workers import IdleWorld, OptimizerWorld
 from loft_hvd.pipeline.gradients import OutgoingHook, OutgoingHooks
 from loft_hvd.pipeline.momentum import STATE_KEY, check_state
+from loft_hvd.pipeline.scalers import tell_of_unscaling
 from loft_hvd.pipeline.suspicion.report import SuspicionReport
 
 __all__ = ["OptimizerProxy", "OptimizerWrapper", "wrap"]

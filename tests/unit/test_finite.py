@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -138,11 +137,6 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in caplog.messages if "are not finite, " in line]
 
 
-@pytest.fixture(autouse=True)
-def _no_scaler_of_another_test() -> None:
-    gc.collect()
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("front", ["optimizer", "hook"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -249,10 +243,22 @@ def test_a_step_that_a_scaler_skips_is_nobodys_fault_unless_it_skips_all(
     num_steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     scaler = torch.amp.GradScaler("cpu")
-    found = reports(3, lambda *_: float("inf"), num_steps=num_steps)
-    assert scaler.is_enabled()
+    infinite = torch.tensor(float("inf"))
+    found = reports(3, lambda *_: float(scaler.scale(infinite)), num_steps=num_steps)
     assert len(found[0].not_finite) == min(num_steps, 8)  # the report has it all the same
     assert len(told(caplog)) == (num_steps > 20)
+
+
+def test_a_scaler_that_scales_nothing_or_no_more_hides_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.amp.GradScaler("cpu").scale(torch.ones(()))  # and is gone
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(torch.ones(()))
+    idle = torch.amp.GradScaler("cpu")
+    reports(3, in_gradient(float("nan")))
+    assert idle.is_enabled()
+    assert len(told(caplog)) == 1
 
 
 def test_what_goes_on_is_told_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:

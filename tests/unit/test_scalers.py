@@ -12,7 +12,8 @@ import torch
 
 import loft_hvd as loft
 from loft_hvd.errors import MismatchError, UsageError
-from loft_hvd.optimizer import replicas, scalers
+from loft_hvd.optimizer import replicas
+from loft_hvd.pipeline import scalers
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.local import LocalTransport, LocalWorld, run_ranks
 from tests.support.training import make_data, make_model, max_difference

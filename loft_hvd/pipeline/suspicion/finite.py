@@ -9,14 +9,14 @@ the optimizer steps.
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from loft_hvd.pipeline.buckets import Bucket, Slot
+from loft_hvd.pipeline.scalers import is_loss_scaled, watch_scalers
 from loft_hvd.pipeline.suspicion.report import NotFinite
 from loft_hvd.transport.base import Channel
 
@@ -32,13 +32,13 @@ _MOST_KEPT = 8  # for the report; a choice
 class FiniteWatch:
     """Looks at what ranks send into means; every rank makes and asks it alike.
 
-    ``finds_scaler`` says whether the script scales its loss: then steps that overflow are skipped,
-    now and then, and nobody's fault.
+    Where the script scales its loss, steps that overflow are skipped, now and then, and nobody's
+    fault.
     """
 
-    def __init__(self, channel: Channel, *, finds_scaler: Callable[[], bool] | None = None) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel.sub("finite")
-        self._finds_scaler = _has_scaler if finds_scaler is None else finds_scaler
+        watch_scalers()
         # Of the step under way: the parameter of each bucket's first value, and this rank's slots
         # with values that are not finite, by bucket; whether the first of them is NaN.
         self._firsts: dict[int, int] = {}
@@ -111,7 +111,7 @@ class FiniteWatch:
         is_lasting = self._num_in_row == _SCALED_STEPS
         if not (is_due or is_lasting):
             return False
-        return is_lasting if self._finds_scaler() else is_due
+        return is_lasting if is_loss_scaled() else is_due
 
 
 def _first_not_finite(slots: Sequence[Slot], values: Tensor) -> tuple[int, bool] | None:
@@ -130,12 +130,3 @@ def _is_marked(result: Tensor | None) -> bool:
     if result.layout == torch.sparse_coo:
         return bool(result._values().isnan().any())
     return bool(result[(0,) * result.dim()].isnan())
-
-
-def _has_scaler() -> bool:
-    """Say whether a GradScaler is in use; nobody hands the script's to us."""
-    # By the type itself: objects may claim another class. Some 50 ms, and only when there is
-    # something to tell.
-    kind = torch.amp.GradScaler
-    scalers = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    return any(scaler.is_enabled() for scaler in scalers)

@@ -20,7 +20,7 @@ from loft_hvd.config import config
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel
 
-__all__ = ["ScaleCheck", "Unscaling", "tell_of_unscaling"]
+__all__ = ["ScaleCheck", "Unscaling", "is_loss_scaled", "tell_of_unscaling", "watch_scalers"]
 
 _EVERY = 100  # calls of a scaler, one or two a step, between two comparisons; a choice
 _ADVICE = (
@@ -74,6 +74,7 @@ class ScaleCheck:
 class _Told:
     """Who is told of scalers; in the order in which they came, which is the same on all ranks."""
 
+    used: ref[torch.amp.GradScaler] | None = None  # the one that has scaled a loss last
     listeners: tuple[ref[Unscaling], ...] = ()
     changing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -83,20 +84,43 @@ def _told() -> _Told:
     return _Told()
 
 
-def tell_of_unscaling(listener: Unscaling) -> None:
-    """Tell a listener of every use of a scaler from now on, for as long as it lives."""
+def watch_scalers() -> None:
+    """See every use of a scaler from now on."""
     told = _told()
     with told.changing:
-        for name in ("unscale_", "step"):
+        for name, wrap in (("scale", _noting), ("unscale_", _telling), ("step", _telling)):
             call = getattr(torch.amp.GradScaler, name)
             if not getattr(call, "tells", False):
-                setattr(torch.amp.GradScaler, name, _telling(call))
+                wrapped = functools.wraps(call)(wrap(call))
+                wrapped.tells = True  # type: ignore[attr-defined]  # asked for above
+                setattr(torch.amp.GradScaler, name, wrapped)
+
+
+def is_loss_scaled() -> bool:
+    """Say whether the scaler that has scaled a loss last is enabled and still in use."""
+    used = _told().used
+    scaler = None if used is None else used()
+    return scaler is not None and scaler.is_enabled()
+
+
+def tell_of_unscaling(listener: Unscaling) -> None:
+    """Tell a listener of every unscaling from now on, for as long as it lives."""
+    watch_scalers()
+    told = _told()
+    with told.changing:
         alive = (each for each in told.listeners if each() is not None)
         told.listeners = (*alive, ref(listener))
 
 
+def _noting(call: Callable[..., Any]) -> Callable[..., Any]:
+    def note(self: torch.amp.GradScaler, *args: Any, **options: Any) -> Any:
+        _told().used = ref(self)
+        return call(self, *args, **options)
+
+    return note
+
+
 def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
     def tell(
         self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **options: Any
     ) -> Any:
@@ -105,5 +129,4 @@ def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
                 listener.before_unscaling(self, optimizer)
         return call(self, optimizer, *args, **options)
 
-    tell.tells = True  # type: ignore[attr-defined]  # asked for above
     return tell
