@@ -73,7 +73,7 @@ class Training:
         self.slowdown = slowdown
         self.loader = loft.DataLoader(data.train, balancer, seed=3)
         self.optimizer = loft.DistributedOptimizer(
-            torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9),
+            torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9),
             named_parameters=self.model.named_parameters(),
             rule=rule,
             balancer=balancer,
