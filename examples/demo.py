@@ -146,7 +146,7 @@ def parse_options() -> Options:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to write to")
-    parser.add_argument("--epochs", type=int, default=8, help="epochs of each of the four runs")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs of each of the four runs")
     return Options(**vars(parser.parse_args()))
 
 
