@@ -33,10 +33,13 @@ def nnm(rows: Rows, f: int) -> Rows:
     return mixed
 
 
+def arc_limit(lengths: Rows, f: int) -> float:
+    return float(np.sort(lengths)[len(lengths) - 2 * f * (len(lengths) - f) // len(lengths) - 1])
+
+
 def arc(rows: Rows, f: int) -> Rows:
     lengths = np.linalg.norm(rows, axis=1)
-    limit = np.sort(lengths)[len(rows) - 2 * f * (len(rows) - f) // len(rows) - 1]
-    clipped: Rows = rows * np.minimum(1, limit / lengths)[:, None]
+    clipped: Rows = rows * np.minimum(1, arc_limit(lengths, f) / lengths)[:, None]
     return clipped
 
 
@@ -110,8 +113,7 @@ def moved(rows: Rows, f: int) -> Rows:
 
 def principal_axis(rows: Rows, f: int, weights: Any = None) -> Rows:
     lengths = np.linalg.norm(rows, axis=1)
-    limit = np.sort(lengths)[(len(rows) - 1) // 2]
-    clipped = rows * np.minimum(1, limit / lengths)[:, None] if f else rows
+    clipped = rows * np.minimum(1, arc_limit(lengths, f) / lengths)[:, None]
     mean: Rows = np.average(moved(clipped, f), axis=0, weights=weights)
     return mean
 
@@ -119,8 +121,8 @@ def principal_axis(rows: Rows, f: int, weights: Any = None) -> Rows:
 def lengthened(rows: Rows, f: int) -> Rows:
     lengths = np.sort(np.linalg.norm(rows, axis=1))
     whole, shrunk = (
-        np.minimum(lengths, lengths[at]).mean()
-        for at in (len(rows) - f - 1, (len(rows) - 1) // 2 if f else -1)
+        np.minimum(lengths, limit).mean()
+        for limit in (lengths[len(rows) - f - 1], arc_limit(lengths, f))
     )
     result: Rows = principal_axis(rows, f) * float(whole / shrunk) ** 0.75
     return result
@@ -267,7 +269,7 @@ def test_a_row_that_is_lost_is_one_of_the_wrong_ones(lost: int) -> None:
     rows[:lost] = np.nan
     result = loft.aggregate(rows, loft.PrincipalAxis(2))
     lengths = np.linalg.norm(rows, axis=1)  # of lost rows NaN, which sorts as the longest
-    clipped = rows * np.fmin(1, np.sort(lengths)[4] / lengths)[:, None]
+    clipped = rows * np.fmin(1, arc_limit(lengths, 2) / lengths)[:, None]
     left = moved(clipped[lost:], 2 - lost).mean(axis=0)
     np.testing.assert_allclose(result, left, rtol=1e-9)
     rows[:3] = np.inf
