@@ -198,13 +198,10 @@ def mix_of(
 
 
 def _arc(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
-    limit = np.sort(rows.lengths)[_longest(len(rows.matrix), rule.f)]
+    num_rows, f = len(rows.matrix), rule.f
+    num_clipped = 2 * f * (num_rows - f) // num_rows
+    limit = np.sort(rows.lengths)[num_rows - num_clipped - 1]
     return _clipped(rows, float(limit)), rule.rule
-
-
-def _longest(num_rows: int, f: int) -> int:
-    """Return the number, by length and from 0, of the longest row that ARC leaves as it is."""
-    return num_rows - 2 * f * (num_rows - f) // num_rows - 1
 
 
 def _clip(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule]:
@@ -477,7 +474,8 @@ def _principal_axis(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule
     f = rule.f - (num_rows - len(kept))  # wrong rows that may be among those kept
     if f < 0:
         return _mean_of(rows, np.arange(num_rows))  # more rows than f are lost, and so is the sum
-    longest = _longest(num_rows, rule.f)
+    # Where no row is wrong this is the mean.
+    longest = num_rows - 1 if rule.f == 0 else num_rows // 2
     ordered = np.sort(rows.lengths)
     clipped = _clipped(rows, float(ordered[longest]))
     near = rows.near

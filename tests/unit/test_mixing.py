@@ -33,13 +33,10 @@ def nnm(rows: Rows, f: int) -> Rows:
     return mixed
 
 
-def arc_limit(lengths: Rows, f: int) -> float:
-    return float(np.sort(lengths)[len(lengths) - 2 * f * (len(lengths) - f) // len(lengths) - 1])
-
-
 def arc(rows: Rows, f: int) -> Rows:
     lengths = np.linalg.norm(rows, axis=1)
-    clipped: Rows = rows * np.minimum(1, arc_limit(lengths, f) / lengths)[:, None]
+    limit = np.sort(lengths)[len(rows) - 2 * f * (len(rows) - f) // len(rows) - 1]
+    clipped: Rows = rows * np.minimum(1, limit / lengths)[:, None]
     return clipped
 
 
@@ -111,9 +108,13 @@ def moved(rows: Rows, f: int) -> Rows:
     return rows
 
 
+def upper_median(lengths: Rows) -> float:
+    return float(np.sort(lengths)[len(lengths) // 2])
+
+
 def principal_axis(rows: Rows, f: int, weights: Any = None) -> Rows:
     lengths = np.linalg.norm(rows, axis=1)
-    clipped = rows * np.minimum(1, arc_limit(lengths, f) / lengths)[:, None]
+    clipped = rows * np.minimum(1, upper_median(lengths) / lengths)[:, None] if f else rows
     mean: Rows = np.average(moved(clipped, f), axis=0, weights=weights)
     return mean
 
@@ -122,7 +123,7 @@ def lengthened(rows: Rows, f: int) -> Rows:
     lengths = np.sort(np.linalg.norm(rows, axis=1))
     whole, shrunk = (
         np.minimum(lengths, limit).mean()
-        for limit in (lengths[len(rows) - f - 1], arc_limit(lengths, f))
+        for limit in (lengths[len(rows) - f - 1], upper_median(lengths) if f else lengths[-1])
     )
     result: Rows = principal_axis(rows, f) * float(whole / shrunk) ** 0.75
     return result
@@ -269,7 +270,7 @@ def test_a_row_that_is_lost_is_one_of_the_wrong_ones(lost: int) -> None:
     rows[:lost] = np.nan
     result = loft.aggregate(rows, loft.PrincipalAxis(2))
     lengths = np.linalg.norm(rows, axis=1)  # of lost rows NaN, which sorts as the longest
-    clipped = rows * np.fmin(1, arc_limit(lengths, 2) / lengths)[:, None]
+    clipped = rows * np.fmin(1, upper_median(lengths) / lengths)[:, None]
     left = moved(clipped[lost:], 2 - lost).mean(axis=0)
     np.testing.assert_allclose(result, left, rtol=1e-9)
     rows[:3] = np.inf
