@@ -1,17 +1,20 @@
 """Which files of the package run, and a rank that writes down those of another rank's failure.
 
-``python -m tests.support.files_run FOLDER RANK HOW``: rank 1 of two dies (``kill``) or hangs
-(``stop``) in its second step. Rank 0 then writes to FOLDER/files which files it has passed.
+``python -m tests.support.files_run FOLDER HOW``: it forks two ranks, for which it has imported
+torch and its compiler, and tells at last with which status each has ended. Rank 1 dies (``kill``)
+or hangs (``stop``) in its second step. Rank 0 then writes to FOLDER/files which it has passed.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -78,5 +81,24 @@ def main(folder: Path, rank: int, how: str) -> None:
         optimizer.step()
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+def fork_ranks() -> int | None:
+    """Return the rank that a process is; None where both ranks have ended."""
+    importlib.import_module("torch._dynamo")  # or each rank's first optimizer would
+    ranks = []
+    for rank in range(2):
+        if (pid := os.fork()) == 0:
+            return rank
+        ranks.append(pid)
+    zero = os.waitstatus_to_exitcode(os.waitpid(ranks[0], 0)[1])
+    until, one = time.monotonic() + 10.0, (0, 0)
+    while one[0] == 0 and time.monotonic() < until:
+        time.sleep(0.01)
+        one = os.waitpid(ranks[1], os.WNOHANG)
+    if one[0] == 0:  # nobody has ended it, and it holds our pipes
+        os.kill(ranks[1], signal.SIGKILL)
+    sys.stdout.write(f"ended {zero} {os.waitstatus_to_exitcode(one[1])}\n")
+    return None
+
+
+if __name__ == "__main__" and (own := fork_ranks()) is not None:
+    main(Path(sys.argv[1]), own, sys.argv[2])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -232,23 +234,21 @@ def test_stored_sample_passes_the_files_of_the_page() -> None:
 def test_failure_passes_the_files_of_the_page_names_its_rank_and_ends_every_process(
     how: str, says: str, tmp_path: Path
 ) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.files_run", str(tmp_path), str(rank), how],
-            cwd=HOME,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.files_run", str(tmp_path), how],
+        cwd=HOME,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        _, said = ranks[0].communicate(timeout=250)
-        assert ranks[1].wait(timeout=10) == -signal.SIGKILL  # a frozen one by rank 0
+        ended, said = job.communicate(timeout=250)
     finally:
-        for each in ranks:
-            each.kill()
-            each.communicate()
-    assert ranks[0].returncode == 1
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+    assert ended == f"ended 1 {-signal.SIGKILL}\n", said  # a frozen one by rank 0
     named = rf"PeerError: bucket 0 .* rank 1 \(process \d+ on .*\) {says}"
     assert re.search(named, said), said
     run = set((tmp_path / "files").read_text(encoding="utf-8").split())
