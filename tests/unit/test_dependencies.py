@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import sys
@@ -44,6 +45,7 @@ _DECLARED = [(name, "loft_hvd") for name in _CORE] + [
 ]
 
 
+@functools.cache
 def _imports(path: Path) -> set[str]:
     """Return the packages that a file imports anywhere, also by ``importlib``."""
     found = set()
