@@ -92,7 +92,7 @@ def test_mean_of_averages_is_torchs_momentum_of_the_weighted_mean(
     passes: int,
     reproducible: bool,
 ) -> None:
-    num_steps, resumed_at = 100, 60
+    num_steps, resumed_at = 40, 25
 
     def work(transport: LocalTransport) -> list[torch.nn.Parameter]:
         params = parameters(dtype)
