@@ -179,8 +179,8 @@ def test_sizes_may_be_unequal_and_a_rank_absent(rule: Rule, scope: Any) -> None:
         due += row * size / sum(sizes)
 
     options: dict[str, Any] = {"sizes": sizes, "rule": rule, "scope": scope, "num_ranks": 6}
-    lossy = trained(with_optimizer, 10, 0.3, **options)
-    whole = trained(with_optimizer, 10, 0.0, **options)
+    lossy = trained(with_optimizer, 6, 0.3, **options)
+    whole = trained(with_optimizer, 6, 0.0, **options)
     assert not torch.equal(lossy, whole)
     if isinstance(rule, loft.Mean):
         one_step = trained(with_optimizer, 1, 0.0, **options)
@@ -225,29 +225,29 @@ def test_only_the_exchange_across_groups_is_lossy(
     monkeypatch.setattr(LocalLane, "bring", noted)
     groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
     options: dict[str, Any] = {"over": groups, "rule": loft.TrimmedMean(1)}
-    lossy = trained(with_optimizer, 10, loss, num_ranks=8, **options)
+    lossy = trained(with_optimizer, 6, loss, num_ranks=8, **options)
     assert across == {(0, 2, 4, 6), (1, 3, 5, 7)}
-    whole = trained(with_optimizer, 10, 0.0, num_ranks=8, **options)
-    none = trained(with_optimizer, 10, loss, num_ranks=8, **{**options, "gather": None})
+    whole = trained(with_optimizer, 6, 0.0, num_ranks=8, **options)
+    none = trained(with_optimizer, 6, loss, num_ranks=8, **{**options, "gather": None})
     assert torch.equal(whole, none)
     assert not torch.equal(lossy, whole)
 
 
 @pytest.mark.parametrize("rule", [loft.Mean(), loft.Robust(1)], ids=str)
 def test_a_step_may_have_two_backward_passes(rule: Rule) -> None:
-    lossy = trained(with_optimizer, 10, 0.3, num_passes=2, rule=rule)
-    assert not torch.equal(lossy, trained(with_optimizer, 10, 0.0, num_passes=2, rule=rule))
+    lossy = trained(with_optimizer, 6, 0.3, num_passes=2, rule=rule)
+    assert not torch.equal(lossy, trained(with_optimizer, 6, 0.0, num_passes=2, rule=rule))
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("wire", [loft.Compression.fp16, loft.Compression.bf16], ids=str)
 @pytest.mark.parametrize("rule", [loft.Mean(), loft.TrimmedMean(1)], ids=str)
 def test_rows_of_16_bits_lose_blocks_of_640_values(rule: Rule, wire: Any) -> None:
-    whole = trained(with_optimizer, 10, 0.0, rule=rule, compression=wire)
-    lossy = trained(with_optimizer, 10, 0.3, rule=rule, compression=wire)
+    whole = trained(with_optimizer, 6, 0.0, rule=rule, compression=wire)
+    lossy = trained(with_optimizer, 6, 0.3, rule=rule, compression=wire)
     assert not torch.equal(lossy, whole)
-    plain = trained(with_optimizer, 10, 0.0, rule=rule)
-    torch.testing.assert_close(whole, plain, rtol=0, atol=0.03)
+    plain = trained(with_optimizer, 6, 0.0, rule=rule)
+    torch.testing.assert_close(whole, plain, rtol=0, atol=0.018)
 
 
 @pytest.mark.parametrize(
