@@ -474,7 +474,7 @@ def _principal_axis(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule
     f = rule.f - (num_rows - len(kept))  # wrong rows that may be among those kept
     if f < 0:
         return _mean_of(rows, np.arange(num_rows))  # more rows than f are lost, and so is the sum
-    # Where no row is wrong this is the mean.
+    # With f = 0 nothing shrinks: the rule is the mean.
     longest = num_rows - 1 if rule.f == 0 else num_rows // 2
     ordered = np.sort(rows.lengths)
     clipped = _clipped(rows, float(ordered[longest]))

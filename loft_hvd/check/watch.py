@@ -714,7 +714,12 @@ def _leave(code: int) -> None:
 
 def _flush() -> None:
     """Write what open files hold: those of Python, then those of C."""
-    for file in [sys.stdout, sys.stderr, *_files()]:
+    # A thread that is half through making a tuple may die of a SystemError where somebody else has
+    # come to refer to it: this process ends, and nobody is told of it any more.
+    sys.excepthook = threading.excepthook = _say_nothing
+    tracked = gc.get_objects()  # noqa: TID251 - no other list has all files
+    files = [each for each in tracked if issubclass(type(each), io.IOBase)]
+    for file in [sys.stdout, sys.stderr, *files]:
         try:
             if not file.closed and file.writable():
                 file.flush()
@@ -723,17 +728,8 @@ def _flush() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def _files() -> list[io.IOBase]:
-    """Return Python's files.
-
-    In one call of C, beside which no other thread runs: one that is half through making a tuple
-    dies of a SystemError where somebody else has come to refer to it.
-    """
-    kind = io.IOBase.__mro__[1]  # C's own, which asks no Python
-    look = gc.get_objects  # noqa: TID251 - as said above
-    tracked, same = itertools.tee(itertools.chain.from_iterable(map(look, range(3))))
-    is_file = map(issubclass, map(type, same), itertools.repeat(kind))
-    return list(itertools.compress(tracked, is_file))
+def _say_nothing(*_: object) -> None:
+    """In place of a traceback."""
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:

@@ -2,7 +2,8 @@
 
 Before the reduction it would take it off what is on its way to other ranks, or not, by chance, and
 look for infinities in one rank's gradients alone. Nobody is given the scaler: it comes to the
-optimizer, and whoever reduces the gradients is told before it looks at them.
+optimizer, and whoever reduces the gradients is told before it looks at them. That there is one is
+known by its use.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 
@@ -20,7 +21,7 @@ from loft_hvd.config import config
 from loft_hvd.transport.agreement import check_agreement
 from loft_hvd.transport.base import Channel
 
-__all__ = ["ScaleCheck", "Unscaling", "is_loss_scaled", "tell_of_unscaling", "watch_scalers"]
+__all__ = ["ScaleCheck", "Unscaling", "is_loss_scaled", "tell_of_unscaling"]
 
 _EVERY = 100  # calls of a scaler, one or two a step, between two comparisons; a choice
 _ADVICE = (
@@ -72,9 +73,12 @@ class ScaleCheck:
 
 @dataclass
 class _Told:
-    """Who is told of scalers; in the order in which they came, which is the same on all ranks."""
+    """Which scalers are in use, and who is told of them.
 
-    used: ref[torch.amp.GradScaler] | None = None  # the one that has scaled a loss last
+    Listeners are in the order in which they came, which is the same on all ranks.
+    """
+
+    used: WeakSet[torch.amp.GradScaler] = field(default_factory=WeakSet)
     listeners: tuple[ref[Unscaling], ...] = ()
     changing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -84,37 +88,37 @@ def _told() -> _Told:
     return _Told()
 
 
-def watch_scalers() -> None:
-    """See every use of a scaler from now on."""
-    told = _told()
-    with told.changing:
-        for name, wrap in (("scale", _noting), ("unscale_", _telling), ("step", _telling)):
-            call = getattr(torch.amp.GradScaler, name)
-            if not getattr(call, "tells", False):
-                wrapped = functools.wraps(call)(wrap(call))
-                wrapped.tells = True  # type: ignore[attr-defined]  # asked for above
-                setattr(torch.amp.GradScaler, name, wrapped)
-
-
 def is_loss_scaled() -> bool:
-    """Say whether the scaler that has scaled a loss last is enabled and still in use."""
-    used = _told().used
-    scaler = None if used is None else used()
-    return scaler is not None and scaler.is_enabled()
+    """Say whether a scaler that is enabled, and still there, has scaled a loss."""
+    return any(scaler.is_enabled() for scaler in _told().used)
 
 
 def tell_of_unscaling(listener: Unscaling) -> None:
-    """Tell a listener of every unscaling from now on, for as long as it lives."""
-    watch_scalers()
+    """Tell a listener of every use of a scaler from now on, for as long as it lives."""
     told = _told()
     with told.changing:
+        kinds: list[type] = [torch.amp.GradScaler, *torch.amp.GradScaler.__subclasses__()]
+        for kind in kinds:
+            _watch(kind, "scale", _noting)
+        for name in ("unscale_", "step"):
+            _watch(torch.amp.GradScaler, name, _telling)
         alive = (each for each in told.listeners if each() is not None)
         told.listeners = (*alive, ref(listener))
 
 
+def _watch(kind: type, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> None:
+    """Wrap a method once, if it is the type's own."""
+    call = vars(kind).get(name)
+    if call is not None and not getattr(call, "is_watched", False):
+        wrapped: Any = functools.wraps(call)(wrap(call))
+        wrapped.is_watched = True
+        setattr(kind, name, wrapped)
+
+
 def _noting(call: Callable[..., Any]) -> Callable[..., Any]:
     def note(self: torch.amp.GradScaler, *args: Any, **options: Any) -> Any:
-        _told().used = ref(self)
+        if not torch.compiler.is_compiling():  # what is traced leaves no notes; step() does
+            _told().used.add(self)
         return call(self, *args, **options)
 
     return note
@@ -124,7 +128,9 @@ def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
     def tell(
         self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **options: Any
     ) -> Any:
-        for each in _told().listeners:
+        told = _told()
+        told.used.add(self)
+        for each in told.listeners:
             if (listener := each()) is not None:
                 listener.before_unscaling(self, optimizer)
         return call(self, optimizer, *args, **options)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import loft_hvd as loft
+from loft_hvd.pipeline import scalers
 from loft_hvd.pipeline.suspicion.report import NotFinite, SuspicionReport
 from loft_hvd.runlog import read_run_log
 from loft_hvd.transport.local import LocalTransport, run_ranks
@@ -137,6 +138,11 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in caplog.messages if "are not finite, " in line]
 
 
+@pytest.fixture(autouse=True)
+def _no_scaler_of_another_test() -> None:
+    scalers._told().used.clear()
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize("front", ["optimizer", "hook"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -249,16 +255,63 @@ def test_a_step_that_a_scaler_skips_is_nobodys_fault_unless_it_skips_all(
     assert len(told(caplog)) == (num_steps > 20)
 
 
-def test_a_scaler_that_scales_nothing_or_no_more_hides_nothing(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("kind", ["gone", "disabled", "idle"])
+def test_a_scaler_that_scales_no_loss_hides_nothing(
+    kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.amp.GradScaler("cpu").scale(torch.ones(()))  # and is gone
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    scaler.scale(torch.ones(()))
-    idle = torch.amp.GradScaler("cpu")
-    reports(3, in_gradient(float("nan")))
-    assert idle.is_enabled()
+    scaler = torch.amp.GradScaler("cpu", enabled=kind != "disabled")
+    spoil = in_gradient(float("nan"))
+
+    def plant(model: torch.nn.Module, rank: int, step: int) -> float:
+        factor = spoil(model, rank, step)
+        if kind == "gone" and step == 1:
+            torch.amp.GradScaler("cpu").scale(torch.ones(()))
+        elif kind == "disabled":
+            scaler.scale(torch.ones(()))
+        return factor
+
+    reports(3, plant)
+    assert scaler.is_enabled() == (kind != "disabled")
     assert len(told(caplog)) == 1
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """As torch's ``ShardedGradScaler``: it scales by itself."""
+
+    def scale(self, outputs: Any) -> Any:
+        return outputs * 2.0**16
+
+
+@pytest.mark.parametrize("front", ["optimizer", "hook"])
+def test_one_of_several_scalers_hides_a_step_that_overflows(
+    front: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scaler, off = OwnScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+
+    def plant(*_: object) -> float:
+        factor = float(scaler.scale(torch.tensor(float("inf"))))
+        off.scale(torch.ones(()))
+        return factor
+
+    reports(3, plant, front=front)
+    assert not told(caplog)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # as torch traces any call
+def test_a_compiled_scale_is_known_by_the_scalers_step(caplog: pytest.LogCaptureFixture) -> None:
+    def reduce(transport: LocalTransport) -> bool:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = loft.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.0), [("weight", weight)], transport=transport
+        )
+        scaler = torch.amp.GradScaler("cpu")
+        compiled = torch.compile(lambda: scaler.scale((weight * torch.inf).sum()), backend="eager")
+        compiled().backward()
+        scaler.step(optimizer)
+        return bool(optimizer.report().not_finite)
+
+    assert run_ranks(2, reduce)[0]
+    assert not told(caplog)
 
 
 def test_what_goes_on_is_told_ever_more_seldom(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loft_hvd.pipeline.buckets import Bucket, Slot
-from loft_hvd.pipeline.scalers import is_loss_scaled, watch_scalers
+from loft_hvd.pipeline.scalers import is_loss_scaled
 from loft_hvd.pipeline.suspicion.report import NotFinite
 from loft_hvd.transport.base import Channel
 
@@ -38,7 +38,6 @@ class FiniteWatch:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel.sub("finite")
-        watch_scalers()
         # Of the step under way: the parameter of each bucket's first value, and this rank's slots
         # with values that are not finite, by bucket; whether the first of them is NaN.
         self._firsts: dict[int, int] = {}
