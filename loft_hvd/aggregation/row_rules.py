@@ -344,13 +344,14 @@ class MinimumDiameter(RowRule, RuleWithF):
 class PrincipalAxis(RowRule, RuleWithF):
     """The mean by weight of rows that are clipped, and winsorised along their principal axes.
 
-    Rows longer than the median length (of two middle ones the upper) shrink to it. The principal
-    axis is the one along which rows vary most: wrong rows that agree make rows vary in the
-    direction in which they pull. Along it the f lowest rows move to where the next one is, and so
-    do the f highest. So it goes on, f times at most, while the variance along the next axis is more
-    than six times the mean of those along the others: wrong rows may pull in f directions. All
-    rows stay in the mean, so right rows that differ for good lose little. A row that is not finite
-    is left out, and counts as one of the f. With f = 0 it is the mean.
+    Rows longer than the median length shrink to it: of two middle ones the upper, but with 2f + 2
+    rows the lower, as wrong rows could else be as long as the longest right one. The principal axis
+    is the one along which rows vary most: wrong rows that agree make rows vary in the direction in
+    which they pull. Along it the f lowest rows move to where the next one is, and so do the f
+    highest. So it goes on, f times at most, while the variance along the next axis is more than six
+    times the mean of those along the others: wrong rows may pull in f directions. All rows stay in
+    the mean, so right rows that differ for good lose little. A row that is not finite is left out,
+    and counts as one of the f. With f = 0 it is the mean.
 
     Attributes:
         f: the Byzantine rows to expect.

@@ -108,13 +108,15 @@ def moved(rows: Rows, f: int) -> Rows:
     return rows
 
 
-def upper_median(lengths: Rows) -> float:
-    return float(np.sort(lengths)[len(lengths) // 2])
+def median_length(lengths: Rows, f: int) -> float:
+    """Return that of two middle ones which leaves a longer right row."""
+    is_lower = len(lengths) == 2 * f + 2
+    return float(np.sort(lengths)[len(lengths) // 2 - is_lower])
 
 
 def principal_axis(rows: Rows, f: int, weights: Any = None) -> Rows:
     lengths = np.linalg.norm(rows, axis=1)
-    clipped = rows * np.minimum(1, upper_median(lengths) / lengths)[:, None] if f else rows
+    clipped = rows * np.minimum(1, median_length(lengths, f) / lengths)[:, None] if f else rows
     mean: Rows = np.average(moved(clipped, f), axis=0, weights=weights)
     return mean
 
@@ -123,7 +125,7 @@ def lengthened(rows: Rows, f: int) -> Rows:
     lengths = np.sort(np.linalg.norm(rows, axis=1))
     whole, shrunk = (
         np.minimum(lengths, limit).mean()
-        for limit in (lengths[len(rows) - f - 1], upper_median(lengths) if f else lengths[-1])
+        for limit in (lengths[len(rows) - f - 1], median_length(lengths, f) if f else lengths[-1])
     )
     result: Rows = principal_axis(rows, f) * float(whole / shrunk) ** 0.75
     return result
@@ -270,7 +272,7 @@ def test_a_row_that_is_lost_is_one_of_the_wrong_ones(lost: int) -> None:
     rows[:lost] = np.nan
     result = loft.aggregate(rows, loft.PrincipalAxis(2))
     lengths = np.linalg.norm(rows, axis=1)  # of lost rows NaN, which sorts as the longest
-    clipped = rows * np.fmin(1, upper_median(lengths) / lengths)[:, None]
+    clipped = rows * np.fmin(1, median_length(lengths, 2) / lengths)[:, None]
     left = moved(clipped[lost:], 2 - lost).mean(axis=0)
     np.testing.assert_allclose(result, left, rtol=1e-9)
     rows[:3] = np.inf
