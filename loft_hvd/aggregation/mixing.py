@@ -475,9 +475,8 @@ def _principal_axis(rule: Any, rows: _MeasuredRows) -> tuple[_MeasuredRows, Rule
     if f < 0:
         return _mean_of(rows, np.arange(num_rows))  # more rows than f are lost, and so is the sum
     # With f = 0 nothing shrinks: the rule is the mean.
-    longest = num_rows - 1
-    if rule.f > 0:
-        longest = min(num_rows // 2, max((num_rows - 1) // 2, num_rows - rule.f - 2))
+    is_lower = num_rows == 2 * rule.f + 2
+    longest = num_rows // 2 - is_lower if rule.f else num_rows - 1
     ordered = np.sort(rows.lengths)
     clipped = _clipped(rows, float(ordered[longest]))
     near = rows.near

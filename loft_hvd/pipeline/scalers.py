@@ -90,7 +90,9 @@ def _told() -> _Told:
 
 def is_loss_scaled() -> bool:
     """Say whether a scaler that is enabled, and still there, has scaled a loss."""
-    return any(scaler.is_enabled() for scaler in _told().used)
+    told = _told()
+    with told.changing:  # a set that grows meanwhile is an error
+        return any(scaler.is_enabled() for scaler in told.used)
 
 
 def tell_of_unscaling(listener: Unscaling) -> None:
@@ -115,10 +117,16 @@ def _watch(kind: type, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> 
         setattr(kind, name, wrapped)
 
 
+def _note(scaler: torch.amp.GradScaler) -> None:
+    told = _told()
+    with told.changing:
+        told.used.add(scaler)
+
+
 def _noting(call: Callable[..., Any]) -> Callable[..., Any]:
     def note(self: torch.amp.GradScaler, *args: Any, **options: Any) -> Any:
         if not torch.compiler.is_compiling():  # what is traced leaves no notes; step() does
-            _told().used.add(self)
+            _note(self)
         return call(self, *args, **options)
 
     return note
@@ -128,9 +136,8 @@ def _telling(call: Callable[..., Any]) -> Callable[..., Any]:
     def tell(
         self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **options: Any
     ) -> Any:
-        told = _told()
-        told.used.add(self)
-        for each in told.listeners:
+        _note(self)
+        for each in _told().listeners:
             if (listener := each()) is not None:
                 listener.before_unscaling(self, optimizer)
         return call(self, optimizer, *args, **options)
