@@ -115,7 +115,10 @@ def run(where: str, how: str, slow: int) -> dict[str, Any]:
         cpu = min(_ALL_CPUS)
         os.sched_setaffinity(0, {cpu})
         context = multiprocessing.get_context("fork")
-        burners = [context.Process(target=burn, args=(cpu,), daemon=True) for _ in range(2)]
+        # More than the other ranks are on the other CPU of two, who queue for each other there.
+        burners = [
+            context.Process(target=burn, args=(cpu,), daemon=True) for _ in range(world_size)
+        ]
         for burner in burners:
             burner.start()
     torch.manual_seed(0)
