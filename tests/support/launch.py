@@ -11,14 +11,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from tests.support.forked import Forked
 
 __all__ = ["LAUNCHERS", "Finished", "launch", "launcher_here"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("gloo", "mpi")
+MAINS = {
+    "torchrun": ("torch.distributed.run", "main"),
+    "horovodrun": ("horovod.runner.launch", "run_commandline"),
+}
 
 
 @dataclass(frozen=True)
@@ -98,10 +105,9 @@ def launch(
         command = python
     elif launcher == "torchrun":
         options = ["--standalone", *options, "--nproc-per-node", str(num_ranks)]
-        command = [sys.executable, "-m", "torch.distributed.run", *options, *arguments]
+        command = ["torchrun", *options, *arguments]
     elif launcher in ("gloo", "elastic"):
-        runner = str(Path(sys.executable).with_name("horovodrun"))
-        command = [runner, "--gloo", "-np", str(num_ranks), *options, *python]
+        command = ["horovodrun", "--gloo", "-np", str(num_ranks), *options, *python]
     else:
         # Unbound, as Horovod advises: a rank bound to one core shares it with its loader processes.
         share = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
@@ -111,16 +117,22 @@ def launch(
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMIX_"))}
     paths = [str(ROOT), kept.get("PYTHONPATH", "")]
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=ROOT,
-        env=kept | dict(env or {}),
-        start_new_session=True,
-    )
+    kept |= env or {}
+    process: Forked | subprocess.Popen[str]
+    if command[0] in MAINS:
+        module, name = MAINS[command[0]]
+        process = Forked(getattr(import_module(module), name), command, env=kept, cwd=ROOT)
+    else:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=ROOT,
+            env=kept,
+            start_new_session=True,
+        )
     try:
         if during is not None:
             during()
@@ -133,7 +145,7 @@ def launch(
         raise
 
 
-def _end(process: subprocess.Popen[str]) -> str:
+def _end(process: Forked | subprocess.Popen[str]) -> str:
     """End a launcher and its ranks; returns what they have said."""
     os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its ranks
     try:
