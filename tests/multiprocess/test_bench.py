@@ -63,6 +63,7 @@ HOOKS = ["hook mean", "hook trimmed_mean f=0", "hook robust f=0"]
 OPTIMIZERS = ["optimizer mean", "optimizer trimmed_mean f=0", "optimizer robust f=0"]
 
 
+@pytest.mark.long
 def test_bench_step_times_ddp_horovod_and_ours_in_one_job() -> None:
     bench = StepBench("mlp", batch=1, rounds=1, engine=DDP, steps_before=1)
     tables: list[Sequence[Sequence[str]]] = []

@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 JOB = "tests/multiprocess/jobs/culprits.py"
 
 
-@pytest.mark.parametrize(("engine", "launcher"), [("horovod", "gloo"), ("ddp", "torchrun")])
+@pytest.mark.parametrize(
+    ("engine", "launcher"),
+    [pytest.param("horovod", "gloo", marks=pytest.mark.long), ("ddp", "torchrun")],
+)
 @pytest.mark.parametrize(
     "num_ranks",
     [

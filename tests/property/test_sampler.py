@@ -25,7 +25,7 @@ pytestmark = [
 ]
 # No deadline: the machine that runs the tests may be busy, and a law has no speed.
 laws = settings(
-    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=100
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=60
 )
 
 

@@ -229,7 +229,11 @@ def test_stored_sample_passes_the_files_of_the_page() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("how", "says"), [("kill", "has ended without a word"), ("stop", "is frozen")]
+    ("how", "says"),
+    [
+        ("kill", "has ended without a word"),
+        pytest.param("stop", "is frozen", marks=pytest.mark.long),
+    ],
 )
 def test_failure_passes_the_files_of_the_page_names_its_rank_and_ends_every_process(
     how: str, says: str, tmp_path: Path

@@ -170,7 +170,7 @@ def test_a_robust_rule_over_ranks_apart_warns_once_with_the_figure(
         assert "with_strata" in caplog.text
 
 
-@pytest.mark.parametrize("num_steps", [NUM_STEPS, 150])
+@pytest.mark.parametrize("num_steps", [NUM_STEPS, pytest.param(150, marks=pytest.mark.long)])
 def test_among_ranks_apart_the_report_says_that_flipped_gradients_name_nobody(
     num_steps: int, tmp_path: Path
 ) -> None:

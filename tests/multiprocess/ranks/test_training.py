@@ -14,7 +14,7 @@ from tests.support.training import OPTIMIZERS, make_data, make_model, max_differ
 GLOBAL_BATCH_SIZE = 16
 NUM_SAMPLES = 103  # seven steps an epoch, the last one of 7 samples
 TOLERANCE = 1e-5
-NUM_STEPS = 50
+NUM_STEPS = 25
 
 
 def sizes_for(kind: str) -> list[int]:
