@@ -226,7 +226,8 @@ def run_trial(trial: Trial, testbed: Callable[[], Testbed]) -> Outcome:
         folder = Path(name)
         job = Job(trial, folder, mark, hosts)
         running = starter.submit(job.start)
-        time.sleep(0.5)
+        while not (processes_of(mark) or running.done()):
+            time.sleep(0.1)
         fault_at, ended_at, trouble = time.time(), float("nan"), ""
         left: tuple[str, ...] = ()
         try:

@@ -11,21 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from tests.support.forked import Forked
+from tests.support.warm import MAINS, WarmProcess
 
 __all__ = ["LAUNCHERS", "Finished", "launch", "launcher_here"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = ("gloo", "mpi")
-MAINS = {
-    "torchrun": ("torch.distributed.run", "main"),
-    "horovodrun": ("horovod.runner.launch", "run_commandline"),
-}
 
 
 @dataclass(frozen=True)
@@ -118,10 +113,9 @@ def launch(
     paths = [str(ROOT), kept.get("PYTHONPATH", "")]
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     kept |= env or {}
-    process: Forked | subprocess.Popen[str]
+    process: WarmProcess | subprocess.Popen[str]
     if command[0] in MAINS:
-        module, name = MAINS[command[0]]
-        process = Forked(getattr(import_module(module), name), command, env=kept, cwd=ROOT)
+        process = WarmProcess(command, env=kept, cwd=ROOT)
     else:
         process = subprocess.Popen(
             command,
@@ -145,7 +139,7 @@ def launch(
         raise
 
 
-def _end(process: Forked | subprocess.Popen[str]) -> str:
+def _end(process: WarmProcess | subprocess.Popen[str]) -> str:
     """End a launcher and its ranks; returns what they have said."""
     os.killpg(process.pid, signal.SIGTERM)  # the launcher ends its ranks
     try:

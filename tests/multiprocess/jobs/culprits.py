@@ -169,7 +169,7 @@ def run(where: str | None, way: str) -> dict[str, Any]:
         if step == MOST_STEPS or (step >= NUM_STEPS and has_answered):
             break
     found = {"where": where, "way": way, "named": named, "sizes": list(balancer.plan.sizes)}
-    return {**found, "told": balancer.explain()}
+    return {**found, "steps": step, "told": balancer.explain()}
 
 
 for place, by in [*CASES, (None, "sum")]:

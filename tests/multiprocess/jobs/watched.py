@@ -115,7 +115,7 @@ def run(where: str, how: str, slow: int) -> dict[str, Any]:
         cpu = min(_ALL_CPUS)
         os.sched_setaffinity(0, {cpu})
         context = multiprocessing.get_context("fork")
-        # More than the other ranks are on the other CPU of two, who queue for each other there.
+        # On two CPUs the other ranks share one, and wait for each other: this queue is longer.
         burners = [
             context.Process(target=burn, args=(cpu,), daemon=True) for _ in range(world_size)
         ]
