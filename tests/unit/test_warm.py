@@ -13,7 +13,8 @@ from tests.support.warm import WarmProcess
 
 SAYS = """
 import os, sys
-print(sys.argv, os.environ["WORD"], "HOME" in os.environ, os.getcwd(), os.environ["RANK"])
+words = (sys.argv, os.environ["WORD"], "HOME" in os.environ, os.getcwd(), os.environ["RANK"])
+os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: two ranks write
 """
 
 
