@@ -106,6 +106,7 @@ def _server() -> socket.socket:
 
     def end() -> None:
         ours.close()
+        server.kill()  # a process that was forked meanwhile may hold the other end open
         server.wait()
 
     atexit.register(end)
