@@ -34,8 +34,9 @@ SERIAL := tests/multiprocess tests/testbed
 ALONE := $(addprefix tests/multiprocess/test_,culprits.py demo.py doctor_run.py elastic.py emulated.py gpu_ranks.py \
   horovods_tests.py report_mode.py strangers.py watched.py) tests/testbed/test_testbed.py
 BUILDS := tests/native
-# Unit tests spread over the cores, one thread each; a process without work takes half of another's.
-SPREAD := -n auto --maxprocesses=8 --dist worksteal
+# Unit tests of one thread each, three for two cores, as some wait; a process without work takes half of
+# another's.
+SPREAD := -n $(shell echo $$((($$(nproc) * 3 + 1) / 2))) --maxprocesses=8 --dist worksteal
 # A test beyond all its limits, deaf in a call of C: its process shows where it is and makes way.
 DEAF := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
@@ -66,7 +67,7 @@ test-all: setup-all lint unit-all multiprocess-all  ## the same with the long te
 lint: setup  ## ruff, mypy --strict, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy -n 2
 	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 
 unit: setup-all

@@ -22,7 +22,7 @@ _MODULES = {"scikit-learn": "sklearn", "pytorch-lightning": "pytorch_lightning"}
 # What no import statement shows: the text that uses it, and the files to look for it in.
 _USED_OTHERWISE = {
     "pytest-timeout": ("timeout = 120", "pyproject.toml"),
-    "pytest-xdist": ("-n auto", "Makefile"),
+    "pytest-xdist": ("--maxprocesses", "Makefile"),
 }
 # Where the importers of an extra lie; those of the others, and of what all need, in the package.
 _FOLDERS = {"demo": "examples", "test": "tests"}
