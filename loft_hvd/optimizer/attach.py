@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -73,7 +73,8 @@ class Attachment:
         # the hook, are not ours; nor are those of transforms and frozen teachers.
         self._place = os.getpid(), threading.get_ident()
         self._own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        self._bare: WeakSet[torch.nn.Module] = WeakSet()  # modules without parameters
+        # Modules without parameters.
+        self._bare: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._trains_in_train = False
         # Whether models of other parameters were asked, without gradients, in front of this step
         # and of the one before.
@@ -90,8 +91,8 @@ class Attachment:
                 if parameter.requires_grad:
                     weigh = functools.partial(self._weigh, id(parameter))
                     self._handles.append(parameter.register_hook(weigh))
-                    arrived = parameter.register_post_accumulate_grad_hook(self._arrived)
-                    self._handles.append(arrived)
+                    arrived = _weak_hook(weakref.WeakMethod(self._arrived))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
         optimizer.synchronize = self._synchronized  # type: ignore[attr-defined]  # Horovod's step calls it
         tell_of_unscaling(self)
         self._await_forward()
@@ -139,7 +140,8 @@ class Attachment:
 
     def _await_forward(self) -> None:
         if self._forward is None:
-            self._forward = register_module_forward_pre_hook(self._forward_began)
+            began = weakref.WeakMethod(self._forward_began, lambda _: handle.remove())
+            handle = self._forward = register_module_forward_pre_hook(_weak_hook(began))
 
     def _forward_began(self, module: torch.nn.Module, _arguments: Any) -> None:
         if (os.getpid(), threading.get_ident()) != self._place or module in self._bare:
@@ -226,6 +228,20 @@ class Attachment:
             self._forward.remove()
             self._forward = None
         self._optimizer.synchronize = self._synchronize  # type: ignore[attr-defined]  # as above
+
+
+def _weak_hook(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    """Return a hook that keeps no training alive that is over.
+
+    Hooks on all modules stay with the process, and torch does not collect those on gradients that
+    have arrived, nor what they hold.
+    """
+
+    def call(*arguments: Any) -> None:
+        if (bound := method()) is not None:
+            bound(*arguments)
+
+    return call
 
 
 def attach(optimizer: torch.optim.Optimizer, balancer: Balancer) -> Attachment:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
+import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -374,3 +376,19 @@ def test_an_evaluation_now_and_then_is_left_out(what: str) -> None:
     attachment.detach()
     (times,) = balancer.times
     assert (times.fetch_s, times.compute_s) == pytest.approx((2.0, 1.0))
+
+
+def test_a_training_that_is_over_is_not_kept_by_its_hook_on_all_modules() -> None:
+    def work(transport: LocalTransport) -> weakref.ref[torch.Tensor]:
+        balancer = loft.Balancer(8, "report", transport=transport)
+        model = Model(Clock(), 0.0)
+        optimizer = HorovodLike(model.parameters(), lr=0.0)
+        loft.attach(optimizer, balancer)
+        optimizer.zero_grad()
+        model(torch.ones(2, 1)).mean().backward()
+        optimizer.step()  # now it waits for the next forward pass, of any module
+        return weakref.ref(model.inner.weight)
+
+    (weight,) = run_ranks(1, work)
+    gc.collect()
+    assert weight() is None
