@@ -16,6 +16,13 @@
 //   they are, all send too much, and queues overflow. A queue that stays brings the rate down, and
 //   is drained at three quarters of it: at a third the link stood idle, as acknowledgements come
 //   late by turns of two threads, and what is under way seems to be queued.
+// - What arrives while a queue is drained tells the link's rate best: it was never idle. It is over
+//   when packets wait half as long as in a queue; until little was under way, ranks sent at three
+//   quarters for half of their time.
+// - On a short way a round trip is a few turns of threads, and rates of one differ by half. There
+//   rates of all links are measured over eight milliseconds, and raise the rate by a quarter at
+//   most; what is tried lasts as long, or until a queue shows; and no round raises the rate that it
+//   is to lower.
 // - A thread sends, which may wait for a core: rates are remembered for a second, and rounds are at
 //   least a millisecond.
 #pragma once
@@ -23,6 +30,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <limits>
 
 #include "datagram/packet.h"
 
@@ -63,17 +71,30 @@ class Rate {
     first_sent_at_ = sent_at;
     round_acked_ += bytes;
     round_queue_ = std::min(round_queue_, queue);
+    newest_queue_ = queue;
     if (mark.delivered >= round_ends_ && now - round_began_at_ >= kShortest) {
       begin_round(now, mark.is_app_limited);
     }
-    const Nanos took = std::max(now - mark.delivered_at, sent_at - mark.first_sent_at);
-    const uint64_t bytes_since = delivered_ - mark.delivered;
+    Nanos took = std::max(now - mark.delivered_at, sent_at - mark.first_sent_at);
+    uint64_t bytes_since = delivered_ - mark.delivered;
     if (took <= 0 || took < shortest_trip_) return;
     if (phase_ == Phase::kStart && bytes_since < kFewestMeasured * kPacketBytes) return;
+    const bool is_noisy = is_near() && phase_ != Phase::kStart;
+    if (is_noisy) {
+      const bool is_one =
+          !mark.is_app_limited && span_.began_at > 0 && now - span_.began_at < 4 * kSpan;
+      if (is_one) {
+        took = std::max(now - span_.began_at, sent_at - span_.sent_at);
+        bytes_since = delivered_ - span_.delivered;
+        if (took < kSpan) return;  // it goes on
+      }
+      span_ = {now, sent_at, delivered_};
+      if (!is_one) return;
+    }
     const double rate = static_cast<double>(bytes_since) * kSecond / took;
     const bool tells_less = !mark.is_app_limited && mark.delivered_at > cut_at_;
     if (rate < bytes_per_s() ? !tells_less : is_queue(queue) && !best_.empty()) return;
-    note(now, rate);
+    note(now, is_noisy && !best_.empty() ? std::min(rate, kProbeGain * bytes_per_s()) : rate);
   }
 
   void lost(int bytes) { round_lost_ += bytes; }
@@ -122,16 +143,30 @@ class Rate {
 
   // Called now and then: moves from one gain to the next.
   void turn(Nanos now, int64_t in_flight) {
-    if (phase_ == Phase::kDrain && in_flight <= product(1.0, bytes_per_s())) {
+    // Acknowledgements that have not come yet hide that a queue is gone: it tells so itself.
+    const bool is_drained =
+        in_flight <= product(1.0, bytes_per_s()) || (is_gentle_ && !is_queue(2 * newest_queue_));
+    if (phase_ == Phase::kDrain && is_drained) {
+      const Nanos took = now - drain_.began_at;
+      const bool had_more = app_limited_until_ <= drain_.delivered;  // to send, all the time
+      if (is_gentle_ && had_more && took > kTellingDrain && drain_.began_at > cut_at_) {
+        const double had = bytes_per_s();
+        const double told = static_cast<double>(delivered_ - drain_.delivered) * kSecond / took;
+        best_.clear();
+        note(now, std::clamp(told, kLower * had, had));
+      }
       phase_ = Phase::kProbe;
       turn_ = 2;
       turned_at_ = now;
-    } else if (phase_ == Phase::kProbe && now - turned_at_ > std::max(shortest_trip_, kShortest)) {
+    } else if (phase_ == Phase::kProbe && is_turn_over(now)) {
       turned_at_ = now;
       // Once more at once where the link turned out to carry more: two round trips later it is
       // known.
       turn_ = turn_ == 2 && bytes_per_s() > kMore * before_probe_ ? 0 : (turn_ + 1) % kTurns;
-      if (turn_ == 0) before_probe_ = bytes_per_s();
+      if (turn_ == 0) {
+        before_probe_ = bytes_per_s();
+        span_ = Span{};
+      }
     }
   }
 
@@ -165,13 +200,13 @@ class Rate {
   }
 
  private:
-  static constexpr double kStartGain = 2.885, kWindow = 2.0, kGentle = 0.75;
+  static constexpr double kStartGain = 2.885, kProbeGain = 1.25, kWindow = 2.0, kGentle = 0.75;
   // Acknowledgements come for several packets, and a millisecond or a scheduler's turn late.
   static constexpr Nanos kShortestWindow = 2 * kMilli, kQueue = 2 * kMilli, kRecent = 5 * kMilli;
   static constexpr Nanos kShortWay = 5 * kMilli;
-  static constexpr int kMostLost = 5, kMostLostNear = 20;  // one packet of so many
-  static constexpr int kFreeAfter = 16;                    // rounds without a queue
-  static constexpr int kTelling = 3;                       // rounds
+  static constexpr int kMostLost = 5, kMostLostNear = 20;             // one packet of so many
+  static constexpr int kFullRound = 8, kFreeAfter = 16 * kFullRound;  // rounds without a queue
+  static constexpr int kTelling = 3;                                  // rounds
   static constexpr double kLower = 0.8;  // at most in one go: what is measured may be too little
   static constexpr int kFewestPackets = 16, kFewestMeasured = 8, kRounds = 10;
   static constexpr Nanos kLate = kMilli, kLatest = 4 * kMilli, kShortest = kMilli,
@@ -182,6 +217,14 @@ class Rate {
   static constexpr int kTurns = 8;
   static constexpr double kMore = 1.1;  // of what it was: it is no noise
 
+  static constexpr Nanos kSpan = 8 * kMilli;          // that rates of a short way are measured over
+  static constexpr Nanos kFirstQueue = kMilli / 2;    // is one where a higher rate is tried
+  static constexpr Nanos kTellingDrain = 2 * kMilli;  // a shorter one is too short to tell
+
+  struct Span {
+    Nanos began_at = 0, sent_at = 0;
+    uint64_t delivered = 0;
+  };
   struct Measured {
     uint64_t round;
     Nanos at;
@@ -192,7 +235,17 @@ class Rate {
   double gain() const {
     if (phase_ == Phase::kStart) return kStartGain;
     if (phase_ == Phase::kDrain) return is_gentle_ ? kGentle : 1 / kStartGain;
-    return turn_ == 0 ? 1.25 : turn_ == 1 ? 0.75 : 1.0;
+    return turn_ == 0 ? kProbeGain : turn_ == 1 ? 0.75 : 1.0;
+  }
+
+  bool is_near() const { return !is_single_ && shortest_trip_ < kSpan; }
+
+  bool is_turn_over(Nanos now) const {
+    const Nanos took = now - turned_at_;
+    if (took <= std::max(shortest_trip_, kShortest)) return false;
+    if (!is_near()) return true;
+    if (turn_ == 0) return newest_queue_ > kFirstQueue || took > kSpan + smooth_trip_;
+    return turn_ != 1 || newest_queue_ < kFirstQueue || took > kSpan;
   }
 
   int64_t product(double gain, double bytes_per_s) const {
@@ -223,18 +276,24 @@ class Rate {
     const bool is_full =
         is_queue(round_queue_) && !is_app_limited && round_ > lowered_in_ + kTelling;
     num_full_ = is_full ? num_full_ + 1 : 0;
-    num_empty_ = is_full || is_app_limited ? 0 : num_empty_ + 1;
+    // Also of a way that has been given less than it carries: it would stay so.
+    // A round in which little was to be sent counts less, but it counts: a way that is given less
+    // than it carries would stay so.
+    num_empty_ = is_queue(round_queue_) ? 0 : num_empty_ + (is_app_limited ? 1 : kFullRound);
     const double measured = static_cast<double>(round_acked_) * kSecond / took;
     round_acked_ = round_lost_ = 0;
     round_queue_ = INT64_MAX;
     if (loses || num_full_ >= 2) {  // more is sent than arrives
       num_full_ = 0;
       lowered_in_ = round_;
-      const double least = phase_ == Phase::kFree ? 0 : kLower * bytes_per_s();
+      const double had = bytes_per_s();
+      const double least = phase_ == Phase::kFree ? 0 : kLower * had;
+      const double most = is_near() && had > 0 ? had : std::numeric_limits<double>::infinity();
       best_.clear();
-      note(now, std::max(measured, least));
+      note(now, std::min(std::max(measured, least), most));
       phase_ = Phase::kDrain;
       is_gentle_ = !loses;
+      drain_ = {now, 0, delivered_};
     } else if (phase_ == Phase::kStart && !is_app_limited) {
       num_same_ = bytes_per_s() >= 1.25 * full_ ? 0 : num_same_ + 1;
       if (num_same_ == 0) full_ = bytes_per_s();
@@ -254,10 +313,11 @@ class Rate {
   std::deque<Measured> best_;  // by time, rates falling: the first is the most
   uint64_t round_ = 0, lowered_in_ = 0;
   Nanos round_began_at_ = 0, cut_at_ = -1;
-  int64_t round_acked_ = 0, round_lost_ = 0;  // bytes
-  Nanos round_queue_ = INT64_MAX;             // the least of this round
-  bool is_gentle_ = false;                    // a drain that keeps the link busy
-  int num_full_ = 0, num_empty_ = 0;          // rounds with a queue all the time, and without
+  int64_t round_acked_ = 0, round_lost_ = 0;          // bytes
+  Nanos newest_queue_ = 0, round_queue_ = INT64_MAX;  // the least of this round
+  Span span_, drain_;                                 // that are measured
+  bool is_gentle_ = false;                            // a drain that keeps the link busy
+  int num_full_ = 0, num_empty_ = 0;  // rounds with a queue all the time, and without
   Nanos shortest_trip_ = 0, shortest_at_ = 0, smooth_trip_ = 0, trip_spread_ = 0;
   Nanos least_way_ = 0, least_at_ = 0, recent_way_ = 0, before_way_ = 0, recent_since_ = 0;
   const bool is_single_;
