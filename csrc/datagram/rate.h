@@ -19,10 +19,11 @@
 // - What arrives while a queue is drained tells the link's rate best: it was never idle. It is over
 //   when packets wait half as long as in a queue; until little was under way, ranks sent at three
 //   quarters for half of their time.
-// - On a short way a round trip is a few turns of threads, and rates of one differ by half. There
-//   rates of all links are measured over eight milliseconds, and raise the rate by a quarter at
-//   most; what is tried lasts as long, or until a queue shows; and no round raises the rate that it
-//   is to lower.
+// - Links' packets come by turns, and a round trip of a short way is a few turns of threads: rates
+// of
+//   one round trip differ by half. The rate of all links is measured over one and a half, or eight
+//   milliseconds, and rises by a quarter at most; a higher one is tried as long, or until a queue
+//   shows; and no round raises the rate that it is to lower.
 // - A thread sends, which may wait for a core: rates are remembered for a second, and rounds are at
 //   least a millisecond.
 #pragma once
@@ -79,14 +80,14 @@ class Rate {
     uint64_t bytes_since = delivered_ - mark.delivered;
     if (took <= 0 || took < shortest_trip_) return;
     if (phase_ == Phase::kStart && bytes_since < kFewestMeasured * kPacketBytes) return;
-    const bool is_noisy = is_near() && phase_ != Phase::kStart;
+    const bool is_noisy = !is_single_ && phase_ != Phase::kStart;
     if (is_noisy) {
       const bool is_one =
-          !mark.is_app_limited && span_.began_at > 0 && now - span_.began_at < 4 * kSpan;
+          !mark.is_app_limited && span_.began_at > 0 && now - span_.began_at < 4 * span();
       if (is_one) {
         took = std::max(now - span_.began_at, sent_at - span_.sent_at);
         bytes_since = delivered_ - span_.delivered;
-        if (took < kSpan) return;  // it goes on
+        if (took < span()) return;  // it goes on
       }
       span_ = {now, sent_at, delivered_};
       if (!is_one) return;
@@ -217,7 +218,8 @@ class Rate {
   static constexpr int kTurns = 8;
   static constexpr double kMore = 1.1;  // of what it was: it is no noise
 
-  static constexpr Nanos kSpan = 8 * kMilli;          // that rates of a short way are measured over
+  static constexpr Nanos kSpan = 8 * kMilli;
+  static constexpr double kSpanTrips = 1.5;
   static constexpr Nanos kFirstQueue = kMilli / 2;    // is one where a higher rate is tried
   static constexpr Nanos kTellingDrain = 2 * kMilli;  // a shorter one is too short to tell
 
@@ -238,14 +240,15 @@ class Rate {
     return turn_ == 0 ? kProbeGain : turn_ == 1 ? 0.75 : 1.0;
   }
 
-  bool is_near() const { return !is_single_ && shortest_trip_ < kSpan; }
+  // That rates of all links are measured over.
+  Nanos span() const { return std::max<Nanos>(kSpan, kSpanTrips * shortest_trip_); }
 
   bool is_turn_over(Nanos now) const {
     const Nanos took = now - turned_at_;
     if (took <= std::max(shortest_trip_, kShortest)) return false;
-    if (!is_near()) return true;
-    if (turn_ == 0) return newest_queue_ > kFirstQueue || took > kSpan + smooth_trip_;
-    return turn_ != 1 || newest_queue_ < kFirstQueue || took > kSpan;
+    if (is_single_) return true;
+    if (turn_ == 0) return newest_queue_ > kFirstQueue || took > span() + smooth_trip_;
+    return turn_ != 1 || newest_queue_ < kFirstQueue || took > span();
   }
 
   int64_t product(double gain, double bytes_per_s) const {
@@ -288,7 +291,7 @@ class Rate {
       lowered_in_ = round_;
       const double had = bytes_per_s();
       const double least = phase_ == Phase::kFree ? 0 : kLower * had;
-      const double most = is_near() && had > 0 ? had : std::numeric_limits<double>::infinity();
+      const double most = !is_single_ && had > 0 ? had : std::numeric_limits<double>::infinity();
       best_.clear();
       note(now, std::min(std::max(measured, least), most));
       phase_ = Phase::kDrain;
