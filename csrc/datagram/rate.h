@@ -166,6 +166,7 @@ class Rate {
       turn_ = turn_ == 2 && bytes_per_s() > kMore * before_probe_ ? 0 : (turn_ + 1) % kTurns;
       if (turn_ == 0) {
         before_probe_ = bytes_per_s();
+        queue_before_ = newest_queue_;
         span_ = Span{};
       }
     }
@@ -206,7 +207,7 @@ class Rate {
   static constexpr Nanos kShortestWindow = 2 * kMilli, kQueue = 2 * kMilli, kRecent = 5 * kMilli;
   static constexpr Nanos kShortWay = 5 * kMilli;
   static constexpr int kMostLost = 5, kMostLostNear = 20;             // one packet of so many
-  static constexpr int kFullRound = 8, kFreeAfter = 16 * kFullRound;  // rounds without a queue
+  static constexpr int kFullRound = 4, kFreeAfter = 16 * kFullRound;  // without a queue
   static constexpr int kTelling = 3;                                  // rounds
   static constexpr double kLower = 0.8;  // at most in one go: what is measured may be too little
   static constexpr int kFewestPackets = 16, kFewestMeasured = 8, kRounds = 10;
@@ -247,8 +248,10 @@ class Rate {
     const Nanos took = now - turned_at_;
     if (took <= std::max(shortest_trip_, kShortest)) return false;
     if (is_single_) return true;
-    if (turn_ == 0) return newest_queue_ > kFirstQueue || took > span() + smooth_trip_;
-    return turn_ != 1 || newest_queue_ < kFirstQueue || took > span();
+    // Others' packets wait too, and clocks drift: what counts is what has come since it is tried.
+    const bool is_queued = newest_queue_ > queue_before_ + kFirstQueue;
+    if (turn_ == 0) return is_queued || took > span() + smooth_trip_;
+    return turn_ != 1 || !is_queued || took > span();
   }
 
   int64_t product(double gain, double bytes_per_s) const {
@@ -279,7 +282,6 @@ class Rate {
     const bool is_full =
         is_queue(round_queue_) && !is_app_limited && round_ > lowered_in_ + kTelling;
     num_full_ = is_full ? num_full_ + 1 : 0;
-    // Also of a way that has been given less than it carries: it would stay so.
     // A round in which little was to be sent counts less, but it counts: a way that is given less
     // than it carries would stay so.
     num_empty_ = is_queue(round_queue_) ? 0 : num_empty_ + (is_app_limited ? 1 : kFullRound);
@@ -287,7 +289,7 @@ class Rate {
     round_acked_ = round_lost_ = 0;
     round_queue_ = INT64_MAX;
     if (loses || num_full_ >= 2) {  // more is sent than arrives
-      num_full_ = 0;
+      num_full_ = num_empty_ = 0;
       lowered_in_ = round_;
       const double had = bytes_per_s();
       const double least = phase_ == Phase::kFree ? 0 : kLower * had;
@@ -316,10 +318,10 @@ class Rate {
   std::deque<Measured> best_;  // by time, rates falling: the first is the most
   uint64_t round_ = 0, lowered_in_ = 0;
   Nanos round_began_at_ = 0, cut_at_ = -1;
-  int64_t round_acked_ = 0, round_lost_ = 0;          // bytes
-  Nanos newest_queue_ = 0, round_queue_ = INT64_MAX;  // the least of this round
-  Span span_, drain_;                                 // that are measured
-  bool is_gentle_ = false;                            // a drain that keeps the link busy
+  int64_t round_acked_ = 0, round_lost_ = 0;                             // bytes
+  Nanos newest_queue_ = 0, queue_before_ = 0, round_queue_ = INT64_MAX;  // the least of this round
+  Span span_, drain_;                                                    // that are measured
+  bool is_gentle_ = false;            // a drain that keeps the link busy
   int num_full_ = 0, num_empty_ = 0;  // rounds with a queue all the time, and without
   Nanos shortest_trip_ = 0, shortest_at_ = 0, smooth_trip_ = 0, trip_spread_ = 0;
   Nanos least_way_ = 0, least_at_ = 0, recent_way_ = 0, before_way_ = 0, recent_since_ = 0;
