@@ -36,7 +36,7 @@ ALONE := $(addprefix tests/multiprocess/test_,culprits.py demo.py doctor_run.py 
 BUILDS := tests/native
 # Unit tests of one thread each, three for two cores, as some wait; a process without work takes half of
 # another's.
-SPREAD := -n $(shell echo $$((($$(nproc) * 3 + 1) / 2))) --maxprocesses=8 --dist worksteal
+SPREAD := -n $(shell echo $$((($$(env -u OMP_NUM_THREADS nproc || echo 2) * 3 + 1) / 2))) --maxprocesses=8 --dist worksteal
 # A test beyond all its limits, deaf in a call of C: its process shows where it is and makes way.
 DEAF := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 

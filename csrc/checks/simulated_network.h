@@ -36,7 +36,7 @@ class SimulatedNetwork {
         wakes_(num_ranks, INT64_MAX) {
     for (int rank = 0; rank < num_ranks; ++rank) {
       endpoints.push_back(std::make_unique<Endpoint>(rank, num_ranks, 7, most_bytes_per_s));
-      hosts.push_back({settings.bytes_per_s, settings.lost, 0});
+      hosts.push_back({settings.bytes_per_s, settings.lost, 0, 0});
     }
   }
 
@@ -44,6 +44,7 @@ class SimulatedNetwork {
     double bytes_per_s;
     double lost;      // share of the packets that it sends
     Nanos cut_until;  // nothing comes from it or to it
+    Nanos further;    // its packets take so much longer
   };
 
   std::vector<std::unique_ptr<Endpoint>> endpoints;
@@ -151,7 +152,7 @@ class SimulatedNetwork {
       ++num_lost;
       return;
     }
-    Nanos delay = settings_.round_trip / 2;
+    Nanos delay = settings_.round_trip / 2 + hosts[from].further;
     if (draw() < settings_.reordered) delay += static_cast<Nanos>(draw() * settings_.round_trip);
     const int copies = draw() < settings_.repeated ? 2 : 1;
     if (draw() < settings_.spoilt) {  // its tag does not fit: it is dropped

@@ -9,21 +9,20 @@
 //
 // What it does otherwise:
 // - What leaves a rank takes one way out, whichever rank it is for. So there is a rate of all
-// links,
-//   and single ones have none of their own (Phase::kFree) until a queue builds on them alone.
-// - A higher rate counts only of packets that have met no queue. In an exchange of all ranks
-//   acknowledgements wait behind other ranks' values, and then come at once: rates seem higher than
-//   they are, all send too much, and queues overflow. A queue that stays brings the rate down, and
-//   is drained at three quarters of it: at a third the link stood idle, as acknowledgements come
-//   late by turns of two threads, and what is under way seems to be queued.
-// - What arrives while a queue is drained tells the link's rate best: it was never idle. It is over
-//   when packets wait half as long as in a queue; until little was under way, ranks sent at three
-//   quarters for half of their time.
-// - Links' packets come by turns, and a round trip of a short way is a few turns of threads: rates
-// of
-//   one round trip differ by half. The rate of all links is measured over one and a half, or eight
-//   milliseconds, and rises by a quarter at most; a higher one is tried as long, or until a queue
-//   shows; and no round raises the rate that it is to lower.
+//   links, and single ones have none of their own (Phase::kFree) until a queue builds on them
+//   alone.
+// - A higher rate counts only where the last packet that it is measured of has met no queue. In an
+//   exchange of all ranks acknowledgements wait behind other ranks' values, and then come at once:
+//   rates seem higher than they are, all send too much, and queues overflow.
+// - A queue that stays brings the rate down, and is drained at three quarters of it: at a third the
+//   link stood idle. The drain is over when packets wait half as long as in a queue: as
+//   acknowledgements come late by turns of two threads, what is under way seems to be queued. What
+//   arrives in a drain tells the link's rate best: it was never idle.
+// - Packets of the links come by turns, and a round trip of a short way is a few turns of threads:
+//   rates of one round trip differ by half. The rate of all links is measured over one and a half
+//   round trips, at least eight milliseconds, and rises by a quarter at most. A higher one is tried
+//   for as long and a round trip more, or until a queue shows. No round raises the rate that it is
+//   to lower.
 // - A thread sends, which may wait for a core: rates are remembered for a second, and rounds are at
 //   least a millisecond.
 #pragma once
@@ -31,7 +30,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
-#include <limits>
 
 #include "datagram/packet.h"
 
@@ -80,22 +78,24 @@ class Rate {
     uint64_t bytes_since = delivered_ - mark.delivered;
     if (took <= 0 || took < shortest_trip_) return;
     if (phase_ == Phase::kStart && bytes_since < kFewestMeasured * kPacketBytes) return;
-    const bool is_noisy = !is_single_ && phase_ != Phase::kStart;
-    if (is_noisy) {
-      const bool is_one =
-          !mark.is_app_limited && span_.began_at > 0 && now - span_.began_at < 4 * span();
-      if (is_one) {
-        took = std::max(now - span_.began_at, sent_at - span_.sent_at);
-        bytes_since = delivered_ - span_.delivered;
-        if (took < span()) return;  // it goes on
+    bool is_limited = mark.is_app_limited;
+    const bool is_of_all = !is_single_ && phase_ != Phase::kStart;
+    if (is_of_all) {
+      if (span_.began_at == 0 || now - span_.began_at >= 4 * span()) {
+        span_ = {now, sent_at, delivered_, is_limited};
+        return;
       }
-      span_ = {now, sent_at, delivered_};
-      if (!is_one) return;
+      span_.is_limited |= is_limited;
+      took = std::max(now - span_.began_at, sent_at - span_.sent_at);
+      if (took < span()) return;  // it goes on
+      bytes_since = delivered_ - span_.delivered;
+      is_limited = span_.is_limited;
+      span_ = {now, sent_at, delivered_, false};
     }
     const double rate = static_cast<double>(bytes_since) * kSecond / took;
-    const bool tells_less = !mark.is_app_limited && mark.delivered_at > cut_at_;
+    const bool tells_less = !is_limited && mark.delivered_at > cut_at_;
     if (rate < bytes_per_s() ? !tells_less : is_queue(queue) && !best_.empty()) return;
-    note(now, is_noisy && !best_.empty() ? std::min(rate, kProbeGain * bytes_per_s()) : rate);
+    note(now, is_of_all && !best_.empty() ? std::min(rate, kProbeGain * bytes_per_s()) : rate);
   }
 
   void lost(int bytes) { round_lost_ += bytes; }
@@ -148,11 +148,11 @@ class Rate {
     const bool is_drained =
         in_flight <= product(1.0, bytes_per_s()) || (is_gentle_ && !is_queue(2 * newest_queue_));
     if (phase_ == Phase::kDrain && is_drained) {
-      const Nanos took = now - drain_.began_at;
-      const bool had_more = app_limited_until_ <= drain_.delivered;  // to send, all the time
-      if (is_gentle_ && had_more && took > kTellingDrain && drain_.began_at > cut_at_) {
+      const Nanos took = now - drain_began_at_;
+      const bool had_more = app_limited_until_ <= drain_delivered_;  // to send, all the time
+      if (is_gentle_ && had_more && took > kTellingDrain && drain_began_at_ > cut_at_) {
         const double had = bytes_per_s();
-        const double told = static_cast<double>(delivered_ - drain_.delivered) * kSecond / took;
+        const double told = static_cast<double>(delivered_ - drain_delivered_) * kSecond / took;
         best_.clear();
         note(now, std::clamp(told, kLower * had, had));
       }
@@ -161,8 +161,7 @@ class Rate {
       turned_at_ = now;
     } else if (phase_ == Phase::kProbe && is_turn_over(now)) {
       turned_at_ = now;
-      // Once more at once where the link turned out to carry more: two round trips later it is
-      // known.
+      // Once more at once where the link turned out to carry more.
       turn_ = turn_ == 2 && bytes_per_s() > kMore * before_probe_ ? 0 : (turn_ + 1) % kTurns;
       if (turn_ == 0) {
         before_probe_ = bytes_per_s();
@@ -227,6 +226,7 @@ class Rate {
   struct Span {
     Nanos began_at = 0, sent_at = 0;
     uint64_t delivered = 0;
+    bool is_limited = false;  // by what there was to send
   };
   struct Measured {
     uint64_t round;
@@ -293,12 +293,13 @@ class Rate {
       lowered_in_ = round_;
       const double had = bytes_per_s();
       const double least = phase_ == Phase::kFree ? 0 : kLower * had;
-      const double most = !is_single_ && had > 0 ? had : std::numeric_limits<double>::infinity();
+      const double most = is_single_ || had == 0 ? measured : had;
       best_.clear();
-      note(now, std::min(std::max(measured, least), most));
+      note(now, std::max(std::min(measured, most), least));
       phase_ = Phase::kDrain;
       is_gentle_ = !loses;
-      drain_ = {now, 0, delivered_};
+      drain_began_at_ = now;
+      drain_delivered_ = delivered_;
     } else if (phase_ == Phase::kStart && !is_app_limited) {
       num_same_ = bytes_per_s() >= 1.25 * full_ ? 0 : num_same_ + 1;
       if (num_same_ == 0) full_ = bytes_per_s();
@@ -316,11 +317,11 @@ class Rate {
   uint64_t delivered_ = 0, app_limited_until_ = 0, round_ends_ = 0;
   Nanos delivered_at_ = 0, first_sent_at_ = 0;
   std::deque<Measured> best_;  // by time, rates falling: the first is the most
-  uint64_t round_ = 0, lowered_in_ = 0;
-  Nanos round_began_at_ = 0, cut_at_ = -1;
+  uint64_t round_ = 0, lowered_in_ = 0, drain_delivered_ = 0;
+  Nanos round_began_at_ = 0, drain_began_at_ = 0, cut_at_ = -1;
   int64_t round_acked_ = 0, round_lost_ = 0;                             // bytes
   Nanos newest_queue_ = 0, queue_before_ = 0, round_queue_ = INT64_MAX;  // the least of this round
-  Span span_, drain_;                                                    // that are measured
+  Span span_;
   bool is_gentle_ = false;            // a drain that keeps the link busy
   int num_full_ = 0, num_empty_ = 0;  // rounds with a queue all the time, and without
   Nanos shortest_trip_ = 0, shortest_at_ = 0, smooth_trip_ = 0, trip_spread_ = 0;
