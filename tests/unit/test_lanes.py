@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from loft_hvd.config import config
+from loft_hvd.config import LANES, config
 from loft_hvd.transport import datagram, lanes
 from loft_hvd.transport.base import Abilities, Channel
 from loft_hvd.transport.datagram import LossTolerant
@@ -96,3 +98,16 @@ def test_one_host_needs_no_word_and_a_failed_opening_has_its_own(
 def test_alone_a_rank_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     choose_lane(Channel(LocalWorld(1).transport(0), "test"), Needs(gather=LossTolerant()))
     assert not caplog.records
+
+
+def test_every_list_of_lanes_is_the_table() -> None:
+    assert (*(kind.name for kind in lanes._KINDS), "engine") == LANES
+
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "allreduce.md").read_text(encoding="utf-8")
+    table = page.split("| lane | values | taken |")[1].split("\n\n")[0]
+    assert tuple(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == LANES
+
+    usage = (docs / "usage.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `LOFT_HVD_LANE` .*: (.*), for all values", usage, re.MULTILINE)
+    assert tuple(re.findall(r"`([\w-]+)`", re.sub(r"\(.*?\)", "", row))) == LANES
