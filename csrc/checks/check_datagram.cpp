@@ -627,32 +627,38 @@ void check_slow_host() {
 }
 
 // A cut costs its length and a few round trips.
-void check_cut(Nanos round_trip, Nanos length, bool is_tolerant) {
-  NetworkSettings settings;
-  settings.round_trip = round_trip;
-  Nanos took[2];
-  for (const bool is_cut : {false, true}) {
-    Trial trial(1, 4, settings);
-    for (uint64_t operation = 0; operation < 6; ++operation) {
-      const uint64_t num_bytes = 1'000'000;
-      trial.add(is_tolerant ? tolerant_plan(operation, 4, num_bytes)
-                            : plan_of(operation, 4, num_bytes));
-      const Nanos began = trial.network.now;
-      if (is_cut && operation == 5) {
-        trial.network.at(began + 100 * kMilli,
-                         [&] { trial.network.hosts[2].cut_until = trial.network.now + length; });
+void check_cut(Nanos round_trip, Nanos length, bool is_tolerant, bool is_judged) {
+  // On average: when a probe meets the end of a cut is chance. Where time is not judged two do.
+  const int num_seeds = is_judged ? 16 : 2;
+  double more = 0;  // round trips
+  for (int seed = 1; seed <= num_seeds; ++seed) {
+    NetworkSettings settings;
+    settings.round_trip = round_trip;
+    settings.latest = kMilli;
+    settings.seed = seed;
+    Nanos took[2];
+    for (const bool is_cut : {false, true}) {
+      Trial trial(seed, 4, settings);
+      for (uint64_t operation = 0; operation < 6; ++operation) {
+        const uint64_t num_bytes = 1'000'000;
+        trial.add(is_tolerant ? tolerant_plan(operation, 4, num_bytes)
+                              : plan_of(operation, 4, num_bytes));
+        const Nanos began = trial.network.now;
+        if (is_cut && operation == 5) {
+          trial.network.at(began + 100 * kMilli,
+                           [&] { trial.network.hosts[2].cut_until = trial.network.now + length; });
+        }
+        expect(trial.run(20 * kSecond), "with a cut not over: ", trial.open());
+        took[is_cut] = trial.done_at(operation) - began;
       }
-      expect(trial.run(20 * kSecond), "with a cut not over: ", trial.open());
-      took[is_cut] = trial.done_at(operation) - began;
+      trial.finish(20 * kSecond);
     }
-    trial.finish(20 * kSecond);
+    more += static_cast<double>(took[1] - took[0] - length) / round_trip / num_seeds;
   }
-  const double more = static_cast<double>(took[1] - took[0] - length) / round_trip;
   std::cout << "a cut of " << length / kMilli << " ms at " << round_trip / kMilli
-            << " ms there and "
-            << "back costs " << (took[1] - took[0]) / kMilli << " ms of "
+            << " ms there and back costs " << more << " round trips more than its length of "
             << (is_tolerant ? "a tolerant" : "a reliable") << " exchange\n";
-  expect(more <= 4, "a cut costs ", more, " round trips more than its length");
+  expect(!is_judged || more <= 4, "a cut costs ", more, " round trips more than its length");
 }
 
 // A link that loses half has no deadline: else its rank's values would be missing time after time.
@@ -711,11 +717,12 @@ int main(int argc, char** argv) {
   check_line(kMilli, 0, 8);
   check_line(kMilli, kMilli, 3);
   check_line(10 * kMilli, 0, 3);
-  check_line(20 * kMilli, 0, 3);
+  check_line(20 * kMilli, 0, 6);
+  check_line(30 * kMilli, 0, 6);
   check_slow_host();
   for (const int64_t round_trip_ms : {20, 50}) {
     for (const bool is_tolerant : {false, true}) {
-      check_cut(round_trip_ms * kMilli, 300 * kMilli, is_tolerant);
+      check_cut(round_trip_ms * kMilli, 300 * kMilli, is_tolerant, num_packets >= 1'000'000);
     }
   }
   check_waiting_link();

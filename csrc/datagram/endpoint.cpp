@@ -26,6 +26,7 @@ constexpr double kTurnBytes = 32 * kPacketBytes;
 constexpr uint32_t kSmallBlocks = 4;
 constexpr Nanos kShortLink = 5 * kMilli, kShortSlack = 30 * kMilli, kLongSlack = 100 * kMilli;
 constexpr uint64_t kTellingBytes = 8 * kBlockBytes;  // fewer say what was sent, not what can be
+constexpr double kShareOfWindows = 1.5;  // of links that have packets under way, for each other
 constexpr double kNewest = 0.1;  // what one row counts for in the mean share of a link's rows
 
 }  // namespace
@@ -468,9 +469,18 @@ Nanos Endpoint::queue_of_all(Nanos now) const {
   return least == Link::kNever ? 0 : least;
 }
 
+// What the window of one link may count on of the rate of all: windows of links that are used
+// together hold what one way out carries, and not each of them all of it.
+double Endpoint::share_of_window() const {
+  const auto num_used = std::count_if(ways_.begin(), ways_.end(),
+                                      [](const Way& way) { return way.link.in_flight() > 0; });
+  return num_used > 1 ? std::min(1.0, kShareOfWindows / static_cast<double>(num_used)) : 1.0;
+}
+
 bool Endpoint::may_send(Nanos now, int peer) const {
   const Link& link = ways_[peer].link;
-  return !ways_[peer].is_held && now >= link.next_at() && link.has_window(all_.bytes_per_s());
+  return !ways_[peer].is_held && now >= link.next_at() &&
+         link.has_window(all_.bytes_per_s(), share_of_window());
 }
 
 void Endpoint::arrived(Nanos now, int peer, const Flying& packet, Nanos queue) {
@@ -532,12 +542,13 @@ void Endpoint::turn(Nanos now) {
 }
 
 Nanos Endpoint::wake_at(Nanos now) const {
+  const double share = share_of_window();
   Nanos at = Link::kNever;
   for (int peer = 0; peer < num_ranks_; ++peer) {
     if (peer == rank_) continue;
     const Way& way = ways_[peer];
     at = std::min({at, way.link.probe_at(), way.link.ack_at()});
-    if (way.is_held || !way.link.has_window(all_.bytes_per_s())) continue;
+    if (way.is_held || !way.link.has_window(all_.bytes_per_s(), share)) continue;
     const Nanos due = has_to_send(peer) ? 0 : way.link.ping_at();
     if (due != Link::kNever) at = std::min(at, std::max({due, way.link.next_at(), next_at_}));
   }

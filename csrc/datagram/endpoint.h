@@ -176,6 +176,7 @@ class Endpoint {
   Nanos usual_end(int peer, const Operation& operation) const;
   Nanos deadline(const Operation& operation) const;
   Nanos queue_of_all(Nanos now) const;
+  double share_of_window() const;
   bool may_send(Nanos now, int peer) const;
   void arrived(Nanos now, int peer, const Flying& packet, Nanos queue);
   void lost(int peer, const Flying& packet);

@@ -54,9 +54,9 @@ class Link {
     return number;
   }
 
-  bool has_window(double all_bytes_per_s) const {
+  bool has_window(double all_bytes_per_s, double share) const {
     // What is under way may all be lost, and the window have shrunk: probes go nevertheless.
-    return num_probing_ > 0 || in_flight_ < rate.window(all_bytes_per_s);
+    return num_probing_ > 0 || in_flight_ < rate.window(all_bytes_per_s, share);
   }
   Nanos next_at() const { return next_at_; }
   // Whether a packet was sent before the end of a time in which nothing came through.
@@ -125,10 +125,13 @@ class Link {
   Nanos probe_at() const {
     if (in_flight_ == 0) return kNever;
     const Nanos trip = rate.smooth_trip() > 0 ? rate.smooth_trip() : kFirstTrip;
-    const Nanos patience = 3 * trip / 2 + 4 * rate.trip_spread() + kScheduler;
-    // Less and less often: a cut is noticed to be over an eighth of its length later.
+    // Of a way that is cut nothing is expected: probes follow each other before they can be
+    // answered.
+    const Nanos patience = num_probes_ > 1 ? trip / 2 + kScheduler
+                                           : 3 * trip / 2 + 4 * rate.trip_spread() + kScheduler;
+    // Less and less often: a cut is noticed to be over a sixteenth of its length later.
     const Nanos silence = heard_or_sent_at_ - waiting_since_;
-    return heard_or_sent_at_ + std::max(patience, std::min(silence / 8, kMostPatience));
+    return heard_or_sent_at_ + std::max(patience, std::min(silence / 16, kMostPatience));
   }
 
   template <typename Lost>

@@ -23,6 +23,8 @@
 //   round trips, at least eight milliseconds, and rises by a quarter at most. A higher one is tried
 //   for as long and a round trip more, or until a queue shows. No round raises the rate that it is
 //   to lower.
+// - Windows of links that are used together share what one way out carries: each with all of it
+//   they queued several round trips, and what was too fast showed only after as long.
 // - A thread sends, which may wait for a core: rates are remembered for a second, and rounds are at
 //   least a millisecond.
 #pragma once
@@ -125,7 +127,7 @@ class Rate {
       least_way_ = way;
       least_at_ = now;
     }
-    const Nanos span = std::max(shortest_trip_, kRecent);
+    const Nanos span = std::clamp(shortest_trip_, kRecent, kMostRecent);
     if (now - recent_since_ > span) {
       before_way_ = now - recent_since_ > 3 * span ? way : recent_way_;
       recent_way_ = way;
@@ -193,17 +195,27 @@ class Rate {
     return std::max(due, now - late) + static_cast<Nanos>(bytes / pace * kSecond);
   }
 
-  // The most bytes to have under way on a link, where all may have `all_bytes_per_s`.
-  int64_t window(double all_bytes_per_s) const {
+  // The most bytes to have under way on a link, where all may have `all_bytes_per_s`, of which this
+  // one may count on a share.
+  int64_t window(double all_bytes_per_s, double share) const {
     const double rate =
         phase_ == Phase::kFree ? std::max(all_bytes_per_s, bytes_per_s()) : bytes_per_s();
-    return std::max<int64_t>(product(kWindow, rate), kFewestPackets * kPacketBytes);
+    int64_t most = product(kWindow, rate);
+    if (phase_ == Phase::kFree) {
+      const Nanos trip = std::max(shortest_trip_, kShortestShared);
+      const double shared = kWindow * share * rate * static_cast<double>(trip) / kSecond;
+      most = std::min(most, static_cast<int64_t>(shared));
+    }
+    return std::max<int64_t>(most, kFewestPackets * kPacketBytes);
   }
 
  private:
   static constexpr double kStartGain = 2.885, kProbeGain = 1.25, kWindow = 2.0, kGentle = 0.75;
   // Acknowledgements come for several packets, and a millisecond or a scheduler's turn late.
-  static constexpr Nanos kShortestWindow = 2 * kMilli, kQueue = 2 * kMilli, kRecent = 5 * kMilli;
+  static constexpr Nanos kShortestWindow = 2 * kMilli, kQueue = 2 * kMilli, kRecent = 5 * kMilli,
+                         kMostRecent = 10 * kMilli;
+  // Windows of a shorter way hold little enough.
+  static constexpr Nanos kShortestShared = 10 * kMilli;
   static constexpr Nanos kShortWay = 5 * kMilli;
   static constexpr int kMostLost = 5, kMostLostNear = 20;             // one packet of so many
   static constexpr int kFullRound = 4, kFreeAfter = 16 * kFullRound;  // without a queue
